@@ -113,8 +113,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     texts, quota = prompts(slots), slots * _NEW.value
     launch.say(f"batch {slots}: compiling, and measuring costs ...")
     costs = batch_costs.measure(batched, texts, calls=_CALLS.value)
-    known = batch_costs.settings(batched)
-    rest = {k: v for k, v in known.items() if k not in ("slots", "buckets", "drafts")}
+    sizes = batch_costs.engine_sizes(batched)
     chosen, settings = {}, {"full": (full, 1.0, 0)}
     plain = costs.plan(batched.options.buckets, slots)
     settings["threshold 1"] = (dataclasses.replace(batched, plan=plain), 1.0, 0)
@@ -122,12 +121,10 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     spoken = {}
     for t in sorted({threshold, *CURVE, 1.0}):
         spoken[t] = batch_costs.trace_requests(batched, texts, SEEN, threshold=t)
-        for name, most in ((f"{t}", known["drafts"]), (f"{t} undrafted", 0)):
+        for name, most in ((f"{t}", sizes.drafts), (f"{t} undrafted", 0)):
             if most == 0 and t != threshold:
                 continue
-            chosen[name] = best_plan(
-                spoken[t], costs, slots=slots, buckets=known["buckets"], drafts=most, **rest
-            )
+            chosen[name] = best_plan(spoken[t], costs, dataclasses.replace(sizes, drafts=most))
             plan = dataclasses.replace(batched, plan=chosen[name].plan)
             settings[name] = (plan, t, chosen[name].drafts)
     timed = {name: SteadyBatch(e, texts, quota, t, d) for name, (e, t, d) in settings.items()}
@@ -181,22 +178,21 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
         if name == "full":
             continue
         own = [dataclasses.replace(x, drafts=most) for x in spoken[t]]
-        found = simulate(own, engine.plan, costs, **known)
+        found = simulate(own, engine.plan, costs, sizes)
         errors[name] = steady(found) / float(np.median(each[name])) - 1
     result["simulator_errors"] = errors
     result["simulator_error"] = float(np.median(np.abs([*errors.values()])))
-    exact = tuple(range(1, known["buckets"][-1] + 1))
-    sizes = (slots, *known["buckets"])
+    exact = tuple(range(1, sizes.buckets[-1] + 1))
+    rows = (slots, *sizes.buckets)
 
     def fine(a):
-        return (a[0], *np.interp(exact, sizes[1:], a[1:]).tolist())
+        return (a[0], *np.interp(exact, rows[1:], a[1:]).tolist())
 
     free = dataclasses.replace(
         costs, step=0.0, layer=fine(costs.layer), exit_check=fine(costs.exit_check)
     )
-    found = best_plan(
-        spoken[threshold], free, slots=slots, buckets=exact, drafts=known["drafts"], **rest
-    ).simulated
+    finest = dataclasses.replace(sizes, buckets=exact)
+    found = best_plan(spoken[threshold], free, finest).simulated
     result["ideal"] = float(np.median(each["full"])) / steady(found)
     work, took = timed[f"{threshold}"].works[-1], costs.seconds
     parts = {
@@ -258,7 +254,7 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
 def on_gpu(model, threshold: float, prompts) -> dict:
     """Simulated: how many times as many tokens as without exits, by batch size."""
     from eejax.inference import batch_costs
-    from eejax.inference.batch_simulator import RequestTrace, best_plan, simulate
+    from eejax.inference.batch_simulator import EngineSizes, RequestTrace, best_plan, simulate
     from eejax.inference.options import EngineOptions
 
     _, engine = make_engines(model, max(_BATCHES.value))
@@ -269,16 +265,16 @@ def on_gpu(model, threshold: float, prompts) -> dict:
     for slots in GPU_BATCHES:
         options = EngineOptions(drafts=_DRAFTS.value, chunk=64).resolved(model.config, slots)
         costs = roofline(shares.tolist(), sizes=(slots, *options.buckets), **BILLION, **A100)
-        rest = dict(cap=options.cap, chunk=options.chunk, span=4, prompt_span=32)
+        sizes = EngineSizes(
+            slots, options.buckets, options.cap, options.drafts, options.chunk, 4, 32
+        )
         own = [spoken[i % len(spoken)] for i in range(slots)]
         last = len(shares) - 1
         without = [RequestTrace(t.prompt, (last,) * len(t.exits), t.accepted) for t in own]
         plan = costs.plan(options.buckets, slots)
-        base = simulate(
-            without, plan, costs, slots=slots, buckets=options.buckets, drafts=0, **rest
-        )
+        base = simulate(without, plan, costs, dataclasses.replace(sizes, drafts=0))
         for name, most in (("drafted", options.drafts), ("undrafted", 0)):
-            found = best_plan(own, costs, slots=slots, buckets=options.buckets, drafts=most, **rest)
+            found = best_plan(own, costs, dataclasses.replace(sizes, drafts=most))
             result[f"batch {slots} {name}"] = (
                 base.seconds / base.tokens / (found.simulated.seconds / found.simulated.tokens)
             )

@@ -138,7 +138,7 @@ def decoding(
         n = jax.ShapeDtypeStruct((), jnp.int32)
         run, args = decoding.decode, (weights, state, n)
         static |= dict(size=steps)
-    made = aot.compiled(card, run, *map(place, args), compiler_options=GRAPHS, mesh=None, **static)
+    made = aot.compiled(card, run, *map(place, args), compiler_options=GRAPHS, **static)
     floor = nbytes(weights.segments) + nbytes(state.cache)
     floor += np.prod(weights.params["embed"]["tokens"].shape) * 2
     return Compiled(made.as_text(), made.memory_analysis(), float(floor), 0.0, config, cache)

@@ -68,7 +68,7 @@ def main() -> None:
     rules = dict(min_exit_layer=_MIN_EXIT_LAYER.value, decay=_DECAY.value)
     for threshold in thresholds or [1.0]:  # what is wrong is said before the work is done
         for gate in gates:
-            ExitPolicy.make(config, 1, threshold, chosen, gate=gate, **rules)
+            ExitPolicy.make(config, 1, threshold, exits=chosen, gate=gate, **rules)
     active = [
         e.boundary
         for e in config.exits

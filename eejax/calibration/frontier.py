@@ -299,7 +299,7 @@ def _policy(
 ) -> ExitPolicy:
     """Return the policy of one request."""
     return ExitPolicy.make(
-        config, 1, threshold, exits, gate=gate, min_exit_layer=min_exit_layer, decay=decay
+        config, 1, threshold, exits=exits, gate=gate, min_exit_layer=min_exit_layer, decay=decay
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Unpack
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from eejax.common.errors import require_one_of
 from eejax.common.trees import Tree
-from eejax.inference.generate import STREAM_CHUNK, Decoder, Generator
+from eejax.inference.generate import STREAM_CHUNK, Decoder, GenerationParams, Generator
 from eejax.inference.options import EngineOptions
 from eejax.inference.payoff import Payoff
 from eejax.inference.result import GenerationResult
@@ -41,6 +41,12 @@ class AutoGenerator(Decoder):
     payoff: Payoff
     clock: Callable[[], float] = time.perf_counter
     compiled: set = dataclasses.field(default_factory=set)
+    config: ModelConfig = dataclasses.field(init=False)
+    options: EngineOptions = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        for name in ("config", "options"):
+            object.__setattr__(self, name, getattr(self.generator, name))
 
     @classmethod
     def make(
@@ -56,19 +62,16 @@ class AutoGenerator(Decoder):
         require_one_of("engine", options.engine, ENGINES)
         return cls(Generator.make(params, config, options, mesh), payoff or Payoff())
 
-    @property
-    def config(self) -> ModelConfig:
-        return self.generator.config
-
-    @property
-    def options(self) -> EngineOptions:
-        return self.generator.options
-
     def generate(
-        self, prompts, max_new_tokens: int, *, chunk=STREAM_CHUNK, **kwargs
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        chunk: int | None = STREAM_CHUNK,
+        **params: Unpack[GenerationParams],
     ) -> GenerationResult:
         """Generate as `Generator.generate`, in calls of `chunk` steps."""
-        *_, last = self.stream(prompts, max_new_tokens, chunk=chunk, **kwargs)
+        *_, last = self.stream(prompts, max_new_tokens, chunk=chunk, **params)
         return last
 
     def _prefill(self, tokens, request, length) -> tuple[Any, DecodeRecord]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.inference.batch_simulator import (
+    EngineSizes,
     RequestTrace,
     SimulatedBatch,
     StepCosts,
@@ -74,7 +75,7 @@ def samples(
                 config,
                 few,
                 rng.choice(THRESHOLDS, (few, 1)).repeat(config.n_exits, 1),
-                drafts=rng.integers(0, engine.options.drafts + 1, few).tolist(),
+                drafts=rng.integers(0, engine.options.most_drafts + 1, few).tolist(),
             )
             request = RequestRows.make(
                 config, [len(t) for t in texts], limit, policy, SamplingParams.make(few)
@@ -116,15 +117,15 @@ def measure(engine: EarlyExitEngine, prompts: Sequence[Sequence[int]], **kwargs)
     return fit(found, depths, engine.slots, engine.options.buckets)
 
 
-def settings(engine: EarlyExitEngine) -> dict[str, Any]:
+def engine_sizes(engine: EarlyExitEngine) -> EngineSizes:
     """Return what `simulate` and `best_plan` need to know of an engine."""
     options = engine.options
-    return dict(
+    return EngineSizes(
         slots=engine.slots,
         buckets=options.buckets,
         cap=options.cap,
-        drafts=options.drafts,
-        chunk=options.chunk,
+        drafts=options.most_drafts,
+        chunk=options.prompt_rows,
         span=SPAN,
         prompt_span=PROMPT_SPAN,
     )
@@ -172,7 +173,7 @@ def tune(
         engine, prompts, new, stop_token_ids, **rules
     )  # first: it checks what is given
     costs = measure(engine, prompts) if costs is None else costs
-    found = best_plan(traces, costs, bound=bound, **settings(engine))
+    found = best_plan(traces, costs, engine_sizes(engine), bound=bound)
     engine = dataclasses.replace(engine, plan=found.plan)
     return TunedEngine(engine, found.drafts, costs, found.simulated)
 
@@ -192,7 +193,7 @@ def trace_requests(
     require(len(prompts) > 0, "prompts", prompts, "must be one at least")
     require_count("new", new)
     require("drafts" not in rules, "drafts", rules.get("drafts"), "must be left to the plan")
-    slots, config, drafts = engine.slots, engine.config, engine.options.drafts
+    slots, config, drafts = engine.slots, engine.config, engine.options.most_drafts
     texts = [list(prompts[i % len(prompts)]) for i in range(slots)]
     limits = [min(new, engine.context - len(t)) for t in texts]
     policy = ExitPolicy.make(config, slots, drafts=drafts, **rules)

@@ -89,7 +89,13 @@ class StepCosts:
             "must be seconds, and as many for `layer` as for `exit_check`",
         )
 
-    def plan(self, buckets: Sequence[int], slots: int, fill=1, patience=0) -> BatchPlan:
+    def plan(
+        self,
+        buckets: Sequence[int],
+        slots: int,
+        fill: int | Sequence[int] = 1,
+        patience: int | Sequence[int] = 0,
+    ) -> BatchPlan:
         """Return the plan that these costs give for an engine."""
         layers, looks = np.array(self.layer), np.array(self.exit_check)
         depths = np.array(self.depths)[:, None]
@@ -154,35 +160,57 @@ class SimulatedBatch:
         return np.array([b - a for times in self.emitted for a, b in itertools.pairwise(times)])
 
 
+@dataclasses.dataclass(frozen=True)
+class EngineSizes:
+    """Sizes of an engine that the simulator needs to know (`batch_costs.engine_sizes`).
+
+    Attributes:
+      slots: its slots.
+      buckets, cap, drafts, chunk: as in `EngineOptions`.
+      span, prompt_span: rows of a slot, and of a prompt, that attention takes together.
+
+    Raises:
+      ConfigError: for sizes that no engine has.
+    """
+
+    slots: int
+    buckets: Sequence[int]
+    cap: int
+    drafts: int
+    chunk: int
+    span: int
+    prompt_span: int
+
+    def __post_init__(self):
+        for name in ("slots", "cap", "chunk", "span", "prompt_span"):
+            require_count(name, getattr(self, name))
+        require_count("drafts", self.drafts, least=0)
+        reaches = len(self.buckets) > 0 and self.buckets[-1] >= self.cap
+        allowed = f"must reach the cap, {self.cap}, at least"
+        require(reaches, "buckets", self.buckets, allowed)
+
+
 def simulate(
     traces: Sequence[RequestTrace],
     plan: BatchPlan,
     costs: StepCosts,
+    engine: EngineSizes,
     *,
-    slots: int,
-    buckets: Sequence[int],
-    cap: int,
-    drafts: int,
-    chunk: int,
-    span: int,
-    prompt_span: int,
     steps: int = 1,
 ) -> SimulatedBatch:
     """Simulate requests that run in order, each as soon as a slot is free.
 
-    Slots are filled after every `steps` steps, and when all are free. The other arguments are the
-    engine's (`batch_costs.settings`).
+    Slots are filled after every `steps` steps, and when all are free.
 
-    Raises ConfigError for arguments that no engine has, or that do not match the costs.
+    Raises:
+      ConfigError: for sizes, a plan or exits that do not match the costs.
     """
-    counted = dict(slots=slots, cap=cap, chunk=chunk, span=span, prompt_span=prompt_span)
-    for name, value in (counted | dict(steps=steps)).items():
-        require_count(name, value)
-    require_count("drafts", drafts, least=0)
+    require_count("steps", steps)
+    slots, buckets, drafts = engine.slots, engine.buckets, engine.drafts
+    cap, chunk, prompt_span = engine.cap, engine.chunk, engine.prompt_span
     n = len(costs.depths) - 1
     known = len(costs.layer) - 1
     require(len(buckets) == known, "buckets", buckets, f"must be {known}, whose costs are known")
-    require(buckets[-1] >= cap, "buckets", buckets, f"must reach the cap, {cap}, at least")
     require(
         np.shape(plan.packed) == (n + 1, known),
         "plan",
@@ -213,8 +241,8 @@ def simulate(
 
     def begin(can_start: np.ndarray) -> None:
         """Record that the next row reads a token that no exit has decided."""
-        for i in np.flatnonzero(can_start & (filled[:, 0] > position)):
-            row = filled[i, 0] - 1
+        for i in np.flatnonzero(can_start & (filled[:, 0] > position)).tolist():
+            row = int(filled[i, 0]) - 1
             if not decided(i, row, int((filled[i] > row).sum()) - 1):
                 guessed.add((i, row))
 
@@ -225,11 +253,11 @@ def simulate(
     def commit_tokens() -> None:
         """Emit decided tokens, as `engine_step.commit_tokens`."""
         begun, tried, right = position.copy(), np.zeros(slots, int), np.zeros(slots, int)
-        for i in np.flatnonzero((remaining > 0) & (filled[:, 0] > position)):
+        for i in np.flatnonzero((remaining > 0) & (filled[:, 0] > position)).tolist():
             trace = traces[holder[i]]
             while remaining[i] and filled[i, 0] > position[i]:
                 seen = int((filled[i] > position[i]).sum()) - 1
-                if not decided(i, position[i], seen):
+                if not decided(i, int(position[i]), seen):
                     break
                 token = position[i] - trace.prompt + 1
                 drafted = (i, position[i]) in guessed
@@ -267,7 +295,7 @@ def simulate(
             if e == 0:
                 begin(can_start)
             demand = segment_demand(np, e, at, cap, can_start)
-            batch = select_batch(np, plan, e, buckets, span, demand, clock - since)
+            batch = select_batch(np, plan, e, buckets, engine.span, demand, clock - since)
             if batch.mode:
                 work.runs[e, batch.mode - IN_PLACE] += 1
                 work.spans[e] += batch.spans if batch.mode >= PACKED else 0
@@ -335,12 +363,14 @@ def fit(
     require(bool(rows), "samples", rows, "must be of one call at least")
     a, b = np.array(rows), np.array(seconds)
     x, _ = nnls(a / b[:, None], np.ones(len(b)))
-    step, in_place, layer, row, look, look_row, *rest = map(float, x)
+    step, in_place, layer, row, look, look_row, span, chunk, chunk_span = map(float, x)
     return StepCosts(
         step,
         (in_place, *(layer + row * sizes[1:]).tolist()),
         tuple((look + look_row * sizes).tolist()),
-        *rest,
+        span,
+        chunk,
+        chunk_span,
         tuple(int(d) for d in depths),
     )
 
@@ -357,21 +387,19 @@ class BatchSetting:
 def best_plan(
     traces: Sequence[RequestTrace],
     costs: StepCosts,
+    engine: EngineSizes,
     *,
-    slots: int,
-    buckets: Sequence[int],
-    drafts: int,
     bound: float | None = None,
-    **engine,
 ) -> BatchSetting:
     """Find the plan with the most tokens a second.
 
     Plans that delay requests for some numbers of slots and of steps are simulated, each with no
-    drafts, with half of `drafts`, and with `drafts`. The other arguments are those of `simulate`.
+    drafts, with half of the engine's, and with all.
 
     bound: seconds that 99 of 100 tokens may take after the one before; where no plan keeps it, the
     one that comes nearest is chosen. Raises as `simulate`, and where there are no traces.
     """
+    slots, drafts = engine.slots, engine.drafts
     require(len(traces) > 0, "traces", traces, "must be of one request at least")
     require(bound is None or bound >= 0, "bound", bound, "must be seconds, or None")
     fills = sorted({1, *(-(-slots * part // 4) for part in (1, 2, 3)), slots + 1})
@@ -383,10 +411,8 @@ def best_plan(
                 continue
             # Who is held back is so before the first segment that not all go through.
             holds = [1, fill, *(1 for _ in costs.depths[2:])][: len(costs.depths)]
-            plan = costs.plan(buckets, slots, holds, patience)
-            result = simulate(
-                own, plan, costs, slots=slots, buckets=buckets, drafts=drafts, **engine
-            )
+            plan = costs.plan(engine.buckets, slots, holds, patience)
+            result = simulate(own, plan, costs, engine)
             gaps = result.gaps
             late = float(np.quantile(gaps, 0.99)) if bound is not None and gaps.size else 0.0
             over = max(0.0, late - bound) if bound is not None else 0.0

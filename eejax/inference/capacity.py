@@ -97,8 +97,8 @@ def slots(
         require_count("most", most, least=0)
     each = request_bytes(config, options, depth, context)
     room = budget - weight_bytes(config, depth)
-    n = most if endless else max(int(room // each), 0)
-    n = n if most is None else min(n, most)
+    fits = [] if most is None else [most]
+    n = min(fits if endless else [*fits, max(int(room // each), 0)])
 
     # What slots share is little, and follows from their number: the buckets that there are for it.
     def one(n):

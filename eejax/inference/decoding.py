@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.inference import posthoc, propagate, sharded
@@ -55,23 +54,22 @@ def step(
 
     prompts: requests may bring prompts that have not run.
     """
-    given = dict(config=config, options=options)
     if run := STEPS.get(options.engine):
-        state, record = run(weights, state, **given)
+        state, record = run(weights, state, config=config, options=options)
         record = jax.tree.map(lambda a: a[None], record)
         if prompts:
-            state, first = prefill_step(weights, state, **given)
+            state, first = prefill_step(weights, state, config=config, options=options)
             emits = first.exit >= 0
             record = jax.tree.map(partial(jnp.where, emits), first, record)
     else:
-        state, record = engine_step(weights, state, **given, prompts=prompts)
+        state, record = engine_step(weights, state, config=config, options=options, prompts=prompts)
     work = state.work.replace(steps=state.work.steps + 1)
     return state.replace(clock=state.clock + 1, work=work), record
 
 
 @partial(
     jax.jit,
-    static_argnames=("config", "options", "size", "prompts", "mesh"),
+    static_argnames=("config", "options", "size", "prompts"),
     donate_argnames="state",
 )
 def decode(
@@ -83,15 +81,15 @@ def decode(
     options: EngineOptions,
     size: int,
     prompts: bool = False,
-    mesh: Mesh | None = None,
 ) -> tuple[EngineState, DecodeRecord]:
     """Run up to `n` steps, at most `size`, in one compiled loop.
 
     The loop stops when all requests are finished. Records are [size (drafts + 1), slots]: exit -1
     for steps that were not run and for tokens that a step did not emit. `state` is donated. On a
-    `mesh`, each data shard runs the steps of its own requests.
+    mesh (`weights.mesh`), each data shard runs the steps of its own requests.
     """
     run = partial(step, config=config, options=options, prompts=prompts)
+    mesh = weights.mesh
     if mesh is None:
         return loop(run, size, weights, state, n)
     axes, specs = weights.axes, sharded.state(weights.axes)

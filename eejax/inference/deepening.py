@@ -68,10 +68,10 @@ def of_slots(engine: EarlyExitEngine, state: EngineState, rows: Sequence[int]):
     """
     plan = BatchPlan.make(engine.num_segments, len(rows), engine.options.buckets)
     other = dataclasses.replace(engine, slots=len(rows), plan=plan)
-    rows = jnp.asarray(rows)
+    chosen = jnp.asarray(rows)
 
     def taken(a):
-        own = _rows(a, rows, slots=engine.slots)
+        own = _rows(a, chosen, slots=engine.slots)
         jax.block_until_ready(own)
         a.delete()
         return own
@@ -97,12 +97,14 @@ def deepen(
     ConfigError where the states that it needs were not kept.
     """
     depth, options = len(weights.segments), engine.options
+    boundary = state.boundary
     require(
-        state.boundary is not None,
+        boundary is not None,
         "can_deepen",
         options.can_deepen,
         "must be True, and segments left to add, in the engine that is to grow",
     )
+    assert boundary is not None
     require(engine.mesh is None, "mesh", engine.mesh, "must be None for an engine that grows")
     if plan is None:
         plan = BatchPlan.make(depth, engine.slots, options.buckets)
@@ -111,7 +113,7 @@ def deepen(
     keep, have = depth <= engine.config.n_exits, engine.num_segments
     segments, blocks, above = _filled(
         weights,
-        state.boundary,
+        boundary,
         state.cache.filled[:, -1],
         have=have,
         config=engine.config,
@@ -124,8 +126,8 @@ def deepen(
         (*state.cache.blocks, *blocks),
         jnp.concatenate([state.cache.filled, behind], 1),
     )
-    slots, _, d = state.boundary.shape
-    rings = tuple(jnp.zeros((slots, options.cap, d), state.boundary.dtype) for _ in range(more))
+    slots, _, d = boundary.shape
+    rings = tuple(jnp.zeros((slots, options.cap, d), boundary.dtype) for _ in range(more))
 
     def wide(a):
         return jnp.pad(a, [(0, more), *[(0, 0)] * (a.ndim - 1)])

@@ -18,21 +18,20 @@ from eejax.common.trees import Tree
 from eejax.inference import sharded
 from eejax.inference.decoding import decode, default_plan
 from eejax.inference.engine_step import PROMPT_SPAN
-from eejax.inference.generate import power_of_two
 from eejax.inference.options import EngineOptions, engine_config, engine_options
 from eejax.inference.schedule import FIRST_ACCEPTANCE, BatchPlan
 from eejax.inference.segment_branches import SPAN
 from eejax.inference.slot_engine import STEPS_PER_CALL, SlotEngineBase, check_slots
-from eejax.inference.state import DecodeRecord, EngineState, RequestRows, blank
+from eejax.inference.state import DecodeRecord, EngineState, RequestRows, blank, power_of_two
 from eejax.inference.weights import Weights, colocate, prepare
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
 
 
-@partial(jax.jit, static_argnames=("config", "options", "slots", "length", "context", "mesh"))
-def _start(weights, plan, *, config, options, slots, length, context, mesh) -> EngineState:
+@partial(jax.jit, static_argnames=("config", "options", "slots", "length", "context"))
+def _start(weights, plan, *, config, options, slots, length, context) -> EngineState:
     own = dict(config=config, options=options, length=length, context=context)
-    if mesh is None:
+    if (mesh := weights.mesh) is None:
         return blank(weights, plan, slots=slots, **own)
     run = partial(blank, slots=slots // mesh.shape[DATA], **own)
     given = (sharded.weights(config, options.num_segments, mesh), P())
@@ -46,7 +45,7 @@ def _of_shards(change, mesh: Mesh | None, state: EngineState, slots, *rows) -> E
     axes = mesh_axes(mesh)
 
     def local(state, slots, *rows):
-        return change(state, sharded.own(slots, state, axes), *rows)
+        return change(state, sharded.own(slots, len(state.token), axes), *rows)
 
     specs = sharded.state(axes)
     return sharded.shard(local, mesh, (specs, *(P() for _ in (slots, *rows))), specs)(
@@ -125,7 +124,6 @@ class EarlyExitEngine(SlotEngineBase):
     slots: int
     context: int
     plan: BatchPlan
-    mesh: Mesh | None = None
 
     resumes = True
 
@@ -171,11 +169,15 @@ class EarlyExitEngine(SlotEngineBase):
             f"must be a BatchPlan of {segments} segments and {buckets} buckets",
             "See batch_costs.tune, which makes one.",
         )
-        return cls(weights, config, options, slots, context, plan, mesh)
+        return cls(weights, config, options, slots, context, plan)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self.weights.mesh
 
     @property
     def _static(self) -> dict:
-        return dict(config=self.config, options=self.options, mesh=self.mesh)
+        return dict(config=self.config, options=self.options)
 
     @property
     def takes_logits_params(self) -> bool:
@@ -192,7 +194,7 @@ class EarlyExitEngine(SlotEngineBase):
         Rows are written in spans, and all that wait at once: what is behind them is nobody's.
         """
         options = self.options
-        return self.context + max(SPAN, options.cap, min(PROMPT_SPAN, options.chunk))
+        return self.context + max(SPAN, options.cap, min(PROMPT_SPAN, options.prompt_rows))
 
     def start(self) -> EngineState:
         sizes = dict(slots=self.slots, length=self.cache_length, context=self.context)
@@ -218,7 +220,7 @@ class EarlyExitEngine(SlotEngineBase):
         )
         if size == n:
             return state, record
-        return state, jax.tree.map(lambda a: a[: n * (self.options.drafts + 1)], record)
+        return state, jax.tree.map(lambda a: a[: n * (self.options.most_drafts + 1)], record)
 
     def _free(self, state, slots) -> EngineState:
         return _free(state, slots, mesh=self.mesh)

@@ -98,15 +98,15 @@ def commit_tokens(state: EngineState) -> EngineState:
             )
 
         pending = pending.replace(accepted=put(pending.accepted, accepted))
-    n = jnp.sum(emits.astype(jnp.int32), -1)
-    if m > 1:
 
         def count(which):
             return jnp.sum((which & emits).astype(jnp.int32), -1)
 
         tried, right = count(by_order(pending.drafted) > 0), count(accepted)
         share = update_acceptance(jnp, state.acceptance, tried, right)
-        state = state.replace(acceptance=jnp.where(n > 0, share, state.acceptance))
+        some = jnp.any(emits, -1)
+        state = state.replace(acceptance=jnp.where(some, share, state.acceptance))
+    n = jnp.sum(emits.astype(jnp.int32), -1)
     prompt = state.prompt
     if state.request.logits_params is not None:
         behind = jnp.where(emits, position[:, None] + 1 + order, prompt.shape[1])
@@ -349,8 +349,9 @@ def _prefill_chunk(runner, options, state) -> EngineState:
     """Run a chunk of prompts through all segments."""
     pending, cache, boundary, work = state.pending, state.cache, state.boundary, state.work
     start, in_prefill = cache.filled[:, 0], state.progress.in_prefill
-    count, order = select_prefill(jnp, state.progress, state.since, options.chunk)
-    packed = flatten(count, order, start, options.chunk, min(PROMPT_SPAN, options.chunk))
+    count, order = select_prefill(jnp, state.progress, state.since, options.prompt_rows)
+    width = min(PROMPT_SPAN, options.prompt_rows)
+    packed = flatten(count, order, start, options.prompt_rows, width)
     token = state.prompt[jnp.minimum(packed.slot, len(start) - 1), packed.position]
     x = runner.embed(token[:, None], packed.position[:, None])
     done = in_prefill & (start + count == state.prompt_len)

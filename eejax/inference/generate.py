@@ -6,7 +6,7 @@ import abc
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -17,16 +17,15 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import DATA
 from eejax.common.errors import ConfigError, require, require_count
 from eejax.common.trees import Tree
-from eejax.gates.confidence import GATES
 from eejax.inference import posthoc, sharded
 from eejax.inference.decoding import decode, default_plan
 from eejax.inference.options import EngineOptions, engine_config, engine_options
-from eejax.inference.policy import ExitPolicy
+from eejax.inference.policy import ExitPolicy, ExitRules
 from eejax.inference.request import FinishReason
 from eejax.inference.result import Collector, GenerationResult
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.segment_branches import SPAN
-from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, EngineState, RequestRows
+from eejax.inference.state import DecodeRecord, EngineState, RequestRows, power_of_two
 from eejax.inference.weights import Weights, prepare
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch
@@ -35,15 +34,43 @@ STREAM_CHUNK = 16  # steps per call while streaming or looking for stop strings
 LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs are compiled
 
 
-@partial(jax.jit, static_argnames=("config", "options", "length", "mesh"))
-def prefill(weights, plan, tokens, request, *, config, options, length, mesh=None):
+@partial(jax.jit, static_argnames=("config", "options", "length"))
+def prefill(weights, plan, tokens, request, *, config, options, length):
     """Run `posthoc.prefill` as a compiled program, on a mesh if there is one."""
     run = partial(posthoc.prefill, config=config, options=options, length=length)
-    if mesh is not None:
+    if (mesh := weights.mesh) is not None:
         axes, row = weights.axes, P(weights.axes.data)
         specs = (sharded.weights(config, options.num_segments, mesh), P(), row, row)
         run = sharded.shard(run, mesh, specs, (sharded.state(axes), row))
     return run(weights, plan, tokens, request)
+
+
+class GenerationParams(ExitRules, total=False):
+    """Parameters of a generation, as keywords: exit rules, sampling, and what ends a request.
+
+    Attributes:
+      threshold: see `ExitPolicy.make`. The engines "full" and "speculative" ignore it and the other
+        exit rules.
+      temperature, top_k, top_p, min_p, seed: see `SamplingParams.make`.
+      stop_token_ids: token ids that end a request; kept as its last token.
+      stop_strings: end a request with the token that completes one.
+      decode_text: turns token ids into text; stop strings need it.
+    """
+
+    threshold: float | Sequence[float] | np.ndarray
+    temperature: float | Sequence[float]
+    top_k: int | Sequence[int]
+    top_p: float | Sequence[float]
+    min_p: float | Sequence[float]
+    seed: int | Sequence[int]
+    stop_token_ids: Sequence[int]
+    stop_strings: Sequence[str]
+    decode_text: Callable[[Sequence[int]], str] | None
+
+
+EXIT_RULES = ExitRules.__optional_keys__ | {"threshold"}
+SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))
+"""Names among `GenerationParams` of what makes a policy, and of what makes sampling settings."""
 
 
 class Decoder(abc.ABC):
@@ -67,10 +94,15 @@ class Decoder(abc.ABC):
         """Decode up to n more tokens of every request: (state, records [n, b])."""
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **kwargs
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        chunk: int | None = None,
+        **params: Unpack[GenerationParams],
     ) -> GenerationResult:
-        """Generate tokens for all prompts; arguments as `stream`, without `chunk`."""
-        *_, last = self.stream(prompts, max_new_tokens, chunk=None, **kwargs)
+        """Generate tokens for all prompts; arguments as `stream`."""
+        *_, last = self.stream(prompts, max_new_tokens, chunk=chunk, **params)
         return last
 
     def stream(
@@ -78,21 +110,8 @@ class Decoder(abc.ABC):
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
-        threshold: float | Sequence[float] | np.ndarray = 1.0,
-        exits: Sequence[int] | None = None,
-        prefill_exit: bool = False,
-        gate: str | Sequence[str] = "max_probability",
-        min_exit_layer: int | Sequence[int] = 0,
-        decay: float | Sequence[float] | None = None,
-        temperature: float | Sequence[float] = 0.0,
-        top_k: int | Sequence[int] = 0,
-        top_p: float | Sequence[float] = 1.0,
-        min_p: float | Sequence[float] = 0.0,
-        seed: int | Sequence[int] = 0,
-        stop_token_ids: Sequence[int] = (),
-        stop_strings: Sequence[str] = (),
-        decode_text: Callable[[Sequence[int]], str] | None = None,
         chunk: int | None = STREAM_CHUNK,
+        **params: Unpack[GenerationParams],
     ) -> Iterator[GenerationResult]:
         """Yield the growing result: the first token, then those of `chunk` steps (None: all).
 
@@ -102,20 +121,19 @@ class Decoder(abc.ABC):
 
         Args:
           prompts: token ids, each at least one token and shorter than the context.
-          threshold, exits, prefill_exit, gate, min_exit_layer, decay: see `ExitPolicy.make`; the
-            engines "full" and "speculative" ignore them. `prefill_exit` chooses the exit that emits
-            the first token and saves no layer: the prompt's pass runs all of them
-            (`posthoc.prefill`).
-          temperature, top_k, top_p, min_p, seed: see `SamplingParams.make`.
-          stop_token_ids: token ids that end a request; kept as its last token.
-          stop_strings: end a request with the token that completes one.
-          decode_text: turns token ids into text; stop strings need it.
+          params: how tokens exit, are drawn and end a request.
 
         Raises:
           ConfigError: for a value out of range.
           FloatingPointError: for logits that are not finite.
+          TypeError: for a parameter that there is not.
         """
         config, options = self.config, self.options
+        known = GenerationParams.__optional_keys__
+        if unknown := sorted(set(params) - known):
+            raise TypeError(f"unknown parameters {unknown}; there are {sorted(known)}")
+        stop_token_ids = params.get("stop_token_ids", ())
+        stop_strings, decode_text = params.get("stop_strings", ()), params.get("decode_text")
         tokens, lengths = self._pad(prompts)
         b = len(prompts)
         require_count("max_new_tokens", max_new_tokens)
@@ -127,18 +145,15 @@ class Decoder(abc.ABC):
         require(texts, "stop_strings", stop_strings, "must be a sequence of texts, none empty")
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
+        rules: dict[str, Any] = {k: v for k, v in params.items() if k in EXIT_RULES}
         if not options.leaves_early:
-            threshold, exits, prefill_exit, min_exit_layer, gate = 1.0, None, False, 0, GATES[0]
-        rules = (threshold, exits, prefill_exit, gate, min_exit_layer, decay)
-        policy = ExitPolicy.make(config, b, *rules, drafts=options.most_drafts)
-        sampling = SamplingParams.make(b, temperature, top_k, top_p, min_p, seed)
+            rules = {k: v for k, v in rules.items() if k == "decay"}
+        policy = ExitPolicy.make(config, b, **rules, drafts=options.most_drafts)
+        drawn: dict[str, Any] = {k: v for k, v in params.items() if k in SAMPLING}
+        sampling = SamplingParams.make(b, **drawn)
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
-        # Padded, so that few counts of stop tokens are compiled for.
-        width = max(MAX_STOP_TOKENS, power_of_two(max(1, np.size(stop_token_ids))))
-        request = RequestRows.make(
-            config, lengths, max_new, policy, sampling, stop_token_ids, width
-        )
+        request = RequestRows.make(config, lengths, max_new, policy, sampling, stop_token_ids)
         length = cache_length(int(max(tokens.shape[1], (lengths + max_new).max())), options)
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else power_of_two(int(max_new.max()))
@@ -226,7 +241,6 @@ class Generator(Decoder):
     weights: Weights
     config: ModelConfig
     options: EngineOptions
-    mesh: Mesh | None = None
 
     @classmethod
     def make(
@@ -255,7 +269,11 @@ class Generator(Decoder):
         if mesh is None:
             return cls(prepare(params, config, options.num_segments), config, options)
         mesh = sharded.without_stages(mesh, options.engine)
-        return cls(sharded.place(params, config, options.num_segments, mesh), config, options, mesh)
+        return cls(sharded.place(params, config, options.num_segments, mesh), config, options)
+
+    @property
+    def mesh(self) -> Mesh | None:
+        return self.weights.mesh
 
     def slots_for(self, requests: int) -> tuple[EngineOptions, int]:
         """Return (options, slots of a data shard) of an engine for so many requests."""
@@ -267,12 +285,12 @@ class Generator(Decoder):
             check_batch(len(tokens), self.mesh, field="prompts")
         options, slots = self.slots_for(len(tokens))
         plan = default_plan(self.config, options, slots)
-        static = dict(config=self.config, options=options, length=length, mesh=self.mesh)
+        static = dict(config=self.config, options=options, length=length)
         return prefill(self.weights, plan, tokens, request, **static)
 
     def _decode(self, state, n) -> tuple[EngineState, DecodeRecord]:
         options, _ = self.slots_for(len(state.token))
-        static = dict(config=self.config, options=options, size=n, mesh=self.mesh)
+        static = dict(config=self.config, options=options, size=n)
         return decode(self.weights, state, np.int32(n), **static)
 
 
@@ -287,7 +305,3 @@ def cache_length(tokens: int, options: EngineOptions) -> int:
     Rows are written in spans, and all that wait at once: what is behind the tokens is nobody's.
     """
     return -(-(tokens + max(SPAN, options.cap)) // LENGTH_STEP) * LENGTH_STEP
-
-
-def power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

@@ -39,8 +39,7 @@ class TopLogprobs(NamedTuple):
         )
 
 
-@struct.dataclass
-class LogitsParams:
+class LogitsParams(struct.PyTreeNode):
     """Logits processing of each request, as traced arrays: changing one compiles nothing.
 
     Gates and reported log-probabilities use the unprocessed logits.
@@ -56,13 +55,13 @@ class LogitsParams:
       top_logprobs: [b] int32, number of most likely tokens to report.
     """
 
-    presence: jax.Array
-    frequency: jax.Array
-    repetition: jax.Array
-    min_tokens: jax.Array
-    tokens: jax.Array
-    biases: jax.Array
-    top_logprobs: jax.Array
+    presence: jax.Array | np.ndarray
+    frequency: jax.Array | np.ndarray
+    repetition: jax.Array | np.ndarray
+    min_tokens: jax.Array | np.ndarray
+    tokens: jax.Array | np.ndarray
+    biases: jax.Array | np.ndarray
+    top_logprobs: jax.Array | np.ndarray
 
     @classmethod
     def make(
@@ -114,7 +113,9 @@ class LogitsParams:
 
         min_tokens = min(min_tokens, np.iinfo(np.int32).max)
         return cls(
-            *(one(a, np.float32) for a in (presence, frequency, repetition)),
+            one(presence, np.float32),
+            one(frequency, np.float32),
+            one(repetition, np.float32),
             one(min_tokens, np.int32),
             ids,
             values,

@@ -120,6 +120,12 @@ class EngineOptions:
         return self.engine not in ("full", "speculative")
 
     @property
+    def prompt_rows(self) -> int:
+        """Prompt tokens of a step; options that `resolved` returned have them."""
+        assert self.chunk is not None, "the options of an engine are resolved"
+        return self.chunk
+
+    @property
     def waits(self) -> bool:
         """bool, tokens wait below deeper segments for their keys and values there."""
         return self.engine in ("recompute", "speculative")

@@ -190,9 +190,11 @@ class PartialModel(StepLoop):
 
     def adopt_growth(self) -> None:
         """Use the segments that `grow` asked for; wait for them if necessary."""
+        coming = self._coming
+        assert coming is not None, "`grow` asked for segments"
         # What fails does so before anything leans on it.
-        jax.block_until_ready(self._coming)
-        engine, state = deepen(self.engine, self.scheduler.state, self._coming)
+        jax.block_until_ready(coming)
+        engine, state = deepen(self.engine, self.scheduler.state, coming)
         jax.block_until_ready(state)
         self.scheduler.replace_engine(engine, state)
         self._coming = None

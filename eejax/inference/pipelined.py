@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,14 @@ from eejax.inference import state as s
 from eejax.inference.generate import Decoder
 from eejax.inference.options import PIPELINED, EngineOptions, engine_config
 from eejax.inference.policy import Emission
-from eejax.inference.stages import DecodingStage, StageCache, StagedModel, StageWeights, where_rows
+from eejax.inference.stages import (
+    DecodingStage,
+    StageCache,
+    StagedModel,
+    StageRows,
+    StageWeights,
+    where_rows,
+)
 from eejax.inference.state import DecodeRecord, RequestRows
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
@@ -64,8 +71,7 @@ class InFlightToken(NamedTuple):
         return cls(x, jnp.zeros_like(x[:, 0], bool), Memory.blank(x))
 
 
-@struct.dataclass
-class StageProgress:
+class StageProgress(struct.PyTreeNode):
     """Progress of a stage with every request; leaves [P, b], those of the inbox [P, b, cap, ...].
 
     Attributes:
@@ -82,8 +88,7 @@ class StageProgress:
     inbox: InFlightToken
 
 
-@struct.dataclass
-class PipelineState:
+class PipelineState(struct.PyTreeNode):
     """`EngineState` of a pipeline; what belongs to stages is sharded over `pipe`.
 
     Attributes:
@@ -108,8 +113,11 @@ class PipelineState:
 
 def state_specs(stages: StagedModel) -> PipelineState:
     """Return prefixes of a state's partition specs."""
-    row = P(DATA)
-    return PipelineState(stages.cache_spec, P(PIPE, DATA), row, P(), row, row, row, row)
+    specs: dict[str, Any] = dict.fromkeys(
+        (f.name for f in dataclasses.fields(PipelineState)), P(DATA)
+    )
+    specs.update(cache=stages.cache_spec, progress=P(PIPE, DATA), ticks=P())
+    return PipelineState(**specs)
 
 
 def _on_stage(state: PipelineState, f) -> PipelineState:
@@ -175,32 +183,24 @@ def pass_prompts(
         lambda: vary(jnp.zeros((b, t, c.d_model), c.dtype)),
     )
     zero = vary(jnp.zeros((b,), jnp.int32))
+    hop: tuple[jax.Array, Memory, Emission]
     hop = (x, Memory.blank(x[:, 0]), vary(Emission.undecided(b)))
+    rows = StageRows(zero, request.start - 1, request.policy.prefill_exit, request)
 
     def step(carry, i):
         hop, cache = carry
         here = stage.index == i
         below = _from_below(hop, p.stages)
-        hop = jax.tree.map(partial(jnp.where, here & ~stage.first), below, hop)
+        x, *rest = jax.tree.map(partial(jnp.where, here & ~stage.first), below, hop)
         end = zero + jnp.where(here, stage.ends[-1], 0)
-        cache, *hop = stage.run(
-            cache,
-            hop[0],
-            zero,
-            zero,
-            end,
-            request.start - 1,
-            request.policy.prefill_exit,
-            *hop[1:],
-            request,
-        )
-        return (tuple(hop), cache), None
+        cache, x, memory, emission = stage.run(cache, x, zero, end, rows, *rest)
+        return ((x, memory, emission), cache), None
 
     carry = (hop, stage.empty(b, length))
-    (_, _, emission), cache = lax.scan(step, carry, jnp.arange(p.stages))[0]
+    hop, cache = lax.scan(step, carry, jnp.arange(p.stages))[0]
     state = blank(stage, cache, cap, request)
     depth = jnp.full((b,), p.depth)
-    return s.advance(state, _broadcast_emission(stage.last, emission), depth, state.live)
+    return s.advance(state, _broadcast_emission(stage.last, hop[2]), depth, state.live)
 
 
 def blank(stage: DecodingStage, cache: StageCache, cap: int, request: RequestRows) -> PipelineState:
@@ -295,17 +295,10 @@ def _tick(
     begins = jnp.where(part > 0, stage.ends[part - 1], 0)
     nothing = vary_over(Emission.undecided(b), P())
     emission = nothing._replace(exit=jnp.where(token.emitted, stage.stages.last, nothing.exit))
+    rows = StageRows(done, jnp.zeros_like(done), jnp.full_like(busy, True), state.request)
+    begin, end = jnp.where(busy, begins, 0), jnp.where(busy, ends, 0)
     cache, x, memory, emission = stage.run(
-        state.cache,
-        token.x[:, None],
-        done,
-        jnp.where(busy, begins, 0),
-        jnp.where(busy, ends, 0),
-        jnp.zeros_like(done),
-        jnp.full_like(busy, True),
-        token.memory,
-        emission,
-        state.request,
+        state.cache, token.x[:, None], begin, end, rows, token.memory, emission
     )
     emits = busy & ~token.emitted & (emission.exit >= 0)
     token = InFlightToken(x[:, 0], emission.exit >= 0, memory)

@@ -152,7 +152,7 @@ def _insert(state, rows, slots, *, stages) -> PipelineState:
         state, rows = pipelined.enter(state), pipelined.enter(rows)
         n, b = len(rows.token), len(state.token)
         rows = rows.replace(cache=_pad_cache(rows.cache, state.cache), ticks=None)
-        slots = sharded.own(slots, state, stages.axes)
+        slots = sharded.own(slots, len(state.token), stages.axes)
         new = _put(state.replace(ticks=None), rows, slots, n, b)
         return pipelined.leave(new.replace(ticks=state.ticks))
 
@@ -166,7 +166,7 @@ def _free(state, slots, *, stages) -> PipelineState:
 
     def local(state, slots):
         state = pipelined.enter(state)
-        slots = sharded.own(slots, state, stages.axes)
+        slots = sharded.own(slots, len(state.token), stages.axes)
 
         def none(a):
             return a.at[slots].set(0, mode="drop")

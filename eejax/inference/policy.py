@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,30 @@ from eejax.models.exits import Reader
 CONSTANT = -1.0  # decay of thresholds that do not fall
 
 
-@struct.dataclass
-class ExitPolicy:
+class ExitRules(TypedDict, total=False):
+    """Exit rules of requests, beside their thresholds, as keywords.
+
+    Attributes:
+      exits: boundaries of the active exits, or a list of such lists, one per request. All by
+        default.
+      prefill_exit: an early exit may emit the first token; by default not. It saves no layer: the
+        prompt's pass runs all of them.
+      gate: one of `gates.confidence.GATES`, by default "max_probability".
+      min_exit_layer: exits below this number of layers are not active; 0 by default.
+      decay: rate at which thresholds fall as a text grows (`confidence.falling`); None, the
+        default: they stay constant.
+
+    All but `exits` are one value for all requests, or one per request.
+    """
+
+    exits: Sequence[int] | Sequence[Sequence[int]] | None
+    prefill_exit: bool | Sequence[bool] | np.ndarray
+    gate: str | Sequence[str]
+    min_exit_layer: int | Sequence[int] | np.ndarray
+    decay: float | Sequence[float] | np.ndarray | None
+
+
+class ExitPolicy(struct.PyTreeNode):
     """Exit rules of each request.
 
     The arrays are traced: changing a rule compiles nothing.
@@ -56,27 +78,27 @@ class ExitPolicy:
         config: ModelConfig,
         batch: int,
         threshold: float | Sequence[float] | np.ndarray = 1.0,
-        exits: Sequence[int] | None = None,
-        prefill_exit: bool = False,
-        gate: str | Sequence[str] = "max_probability",
-        min_exit_layer: int | Sequence[int] = 0,
-        decay: float | Sequence[float] | None = None,
+        *,
         drafts: int | Sequence[int] = 0,
+        **rules: Unpack[ExitRules],
     ) -> ExitPolicy:
         """Check exit rules and expand them to `batch` requests.
 
         Args:
           threshold: one number for all, one per exit [E], or one per request and exit [b, E].
-          exits: boundaries of the active exits, or a list of such lists, one per request. All by
-            default.
-          prefill_exit, gate, decay, drafts: one for all requests, or one per request.
-          min_exit_layer: exits below this number of layers are not active; one for all requests, or
-            one per request.
+          drafts: one number for all requests, or one per request.
 
         Raises:
           ConfigError: for thresholds outside [0, 1], NaN, a wrong shape, an unknown gate, or an
             exit that the model does not have.
+          TypeError: for a rule that there is not.
         """
+        known = ExitRules.__optional_keys__
+        if unknown := sorted(set(rules) - known):
+            raise TypeError(f"unknown exit rules {unknown}; there are {sorted(known)}")
+        exits, gate = rules.get("exits"), rules.get("gate", "max_probability")
+        prefill_exit, decay = rules.get("prefill_exit", False), rules.get("decay")
+        min_exit_layer = rules.get("min_exit_layer", 0)
         n = config.n_exits
         allowed = f"must be one number, one per early exit ({n}), or of shape ({batch}, {n})"
         a = require_array("threshold", threshold, allowed)
@@ -113,7 +135,7 @@ class ExitPolicy:
         )
 
         # On the host: to move them one by one would compile a program for every number of requests.
-        def rows(a, dtype, *shape):
+        def rows(a, dtype, *shape) -> Any:  # an array of the host stands in for the device's
             return np.array(np.broadcast_to(np.asarray(a, dtype), (batch, *shape)))
 
         return cls(
@@ -149,11 +171,11 @@ def _numbers(
     return np.broadcast_to(a, (batch,))
 
 
-def _active(boundaries: list[int], batch: int, exits) -> np.ndarray:
+def _active(boundaries: list[int], batch: int, exits: Any) -> np.ndarray:
     """Return [b, E] bool, the exits that `ExitPolicy.make` is asked for."""
     listed = exits is None or isinstance(exits, list | tuple | np.ndarray)
     require(listed, "exits", exits, f"must be a list of boundaries, among {boundaries}")
-    chosen = boundaries if exits is None else list(exits)
+    chosen: list[Any] = boundaries if exits is None else list(exits)
     each = bool(chosen) and all(isinstance(c, list | tuple | np.ndarray) for c in chosen)
     require(
         not each or len(chosen) == batch,
@@ -238,6 +260,7 @@ class ExitInput(NamedTuple):
       allowed: [b] bool, the request may leave here.
       position: [b] int32, position of the token to emit.
       progress: [b] float32, share of the request's tokens that come before it.
+      policy, sampling: the requests'.
       router: the exit's router network, from states to confidences; None without one.
       logits_params: per-request logits processing; None where the engine does not support it.
       process_logits: applies `logits_params` to logits [b, v].
@@ -249,6 +272,8 @@ class ExitInput(NamedTuple):
     allowed: jax.Array
     position: jax.Array
     progress: jax.Array
+    policy: ExitPolicy
+    sampling: SamplingParams
     router: Callable[[jax.Array], jax.Array] | None = None
     logits_params: LogitsParams | None = None
     process_logits: Callable[[jax.Array], jax.Array] | None = None
@@ -258,8 +283,6 @@ def emit_early(
     emission: Emission,
     memory: Memory,
     look: ExitInput,
-    policy: ExitPolicy,
-    sampling: SamplingParams,
     config: ModelConfig,
     measure: bool = False,
     drafts: jax.Array | None = None,
@@ -273,7 +296,8 @@ def emit_early(
 
     drafts [b] bool: requests that get a draft token, with no exit, where no gate fires.
     """
-    e, kind = look.e, policy.gate
+    e, policy = look.e, look.policy
+    kind = policy.gate
     open_ = look.allowed & (emission.exit < 0) & policy.may_fire(e)
     threshold = policy.threshold(e, look.progress)
     by_state, memory = confidence.of_state(kind, look.state, memory, look.router)
@@ -290,16 +314,14 @@ def emit_early(
         )
         return conf, open_ & (conf >= threshold), memory
 
-    def by_statistics(carry):
+    def by_statistics(head, carry):
         emission, memory = carry
-        head = look.head.confidence()
         seen, after = confidence.of_statistics(
             kind, head, memory, config.n_exits, config.vocab_size
         )
         conf, fires, memory = fired(seen, after, memory)
-        return _update_emission(
-            emission, e, head.token, jnp.log(head.top), conf, fires, drafts
-        ), memory
+        new = emission._replace(token=head.token, logprob=jnp.log(head.top), confidence=conf)
+        return _update_emission(emission, new, e, fires, drafts), memory
 
     def by_logits(carry):
         emission, memory = carry
@@ -316,10 +338,8 @@ def emit_early(
             near = jnp.where(open_, near, jnp.inf)
             near = jnp.where(fires, jnp.minimum(near, top_gap(logits, top)), near)
             emission = emission._replace(margin=jnp.minimum(emission.margin, near))
-        token, logprob, top_logprobs = _sample(look, logits, sampling, asked)
-        return _update_emission(
-            emission, e, token, logprob, conf, fires, drafts, top_logprobs
-        ), memory
+        new = _sample(emission, look, logits, conf, asked)
+        return _update_emission(emission, new, e, fires, drafts), memory
 
     needed = open_ if measure else open_ & (reads | (by_state >= threshold))
     if drafts is not None:
@@ -327,59 +347,62 @@ def emit_early(
         needed = needed | drafts
     asked = open_ if drafts is None else open_ | drafts
     ways = by_logits, None if measure else by_statistics
-    return _emit((emission, memory), look, needed, asked, sampling, *ways)
+    return _emit((emission, memory), look, needed, asked, *ways)
 
 
-def _emit(carry, look, needed, asked, sampling, by_logits, by_statistics):
+def _emit(carry, look, needed, asked, by_logits, by_statistics):
     """Return `carry` unchanged, served by logits, or served by statistics.
 
-    needed [b]: the head is needed. asked [b]: requests that it serves. This is one three-way branch
-    because a GPU waits for each branch.
+    needed [b]: the head is needed. asked [b]: requests that it serves. by_statistics also takes
+    what the head computes of its logits. This is one three-way branch because a GPU waits for each.
     """
-    if look.head.confidence is None or by_statistics is None:
+    statistics = look.head.confidence
+    if statistics is None or by_statistics is None:
         return lax.cond(jnp.any(needed), by_logits, lambda c: c, carry)
-    more = sampling.temperature > 0
+    more = look.sampling.temperature > 0
     if look.logits_params is not None:
         more = more | look.logits_params.needs_logits
     way = jnp.where(jnp.any(needed), jnp.where(jnp.any(asked & more), 1, 2), 0)
-    return lax.switch(way, (lambda c: c, by_logits, by_statistics), carry)
+    branches = (lambda c: c, by_logits, lambda c: by_statistics(statistics(), c))
+    return lax.switch(way, branches, carry)
 
 
-def _sample(
-    look: ExitInput, logits, sampling, asked
-) -> tuple[jax.Array, jax.Array, TopLogprobs | None]:
-    """Sample from logits [b, v]: (token, log-probability, most likely tokens).
+def _sample(emission: Emission, look: ExitInput, logits, conf, asked) -> Emission:
+    """Return what an exit emits by logits [b, v], with confidences [b].
 
-    The last two are those of the unprocessed logits.
+    Log-probability and most likely tokens are those of the unprocessed logits.
     """
-    if look.logits_params is None:
-        token = sample(logits, sampling, look.position)
-        return token, log_probability(logits, token), None
+    shaped, top_logprobs = logits, emission.top_logprobs
+    if look.logits_params is not None:
 
-    def any_of(which):
-        return jnp.any(asked & which)
+        def any_of(which):
+            return jnp.any(asked & which)
 
-    shaped = lax.cond(any_of(look.logits_params.changes), look.process_logits, lambda y: y, logits)
+        def none(y):
+            return TopLogprobs.blank(len(y))
 
-    def none(y):
-        return TopLogprobs.blank(len(y))
-
-    top_logprobs = lax.cond(
-        any_of(look.logits_params.top_logprobs > 0), compute_top_logprobs, none, logits
+        process = look.process_logits
+        assert process is not None
+        shaped = lax.cond(any_of(look.logits_params.changes), process, lambda y: y, logits)
+        top_logprobs = lax.cond(
+            any_of(look.logits_params.top_logprobs > 0), compute_top_logprobs, none, logits
+        )
+    token = sample(shaped, look.sampling, look.position)
+    return emission._replace(
+        token=token,
+        logprob=log_probability(logits, token),
+        confidence=conf,
+        top_logprobs=top_logprobs,
     )
-    token = sample(shaped, sampling, look.position)
-    return token, log_probability(logits, token), top_logprobs
 
 
-def emit_final(
-    emission: Emission, look: ExitInput, sampling: SamplingParams, measure: bool = False
-) -> Emission:
+def emit_final(emission: Emission, look: ExitInput, measure: bool = False) -> Emission:
     """Emit a token from the last exit for each request that is allowed and undecided."""
     open_ = look.allowed & (emission.exit < 0)
 
-    def by_statistics(emission):
-        head = look.head.confidence()
-        return _update_emission(emission, look.e, head.token, jnp.log(head.top), head.top, open_)
+    def by_statistics(head, emission):
+        new = emission._replace(token=head.token, logprob=jnp.log(head.top), confidence=head.top)
+        return _update_emission(emission, new, look.e, open_)
 
     def by_logits(emission):
         logits = look.head.logits()
@@ -387,13 +410,11 @@ def emit_final(
         if measure:
             near = jnp.where(open_, top_gap(logits, argmax(logits)), jnp.inf)
             emission = emission._replace(margin=jnp.minimum(emission.margin, near))
-        token, logprob, top_logprobs = _sample(look, logits, sampling, open_)
-        return _update_emission(
-            emission, look.e, token, logprob, conf, open_, top_logprobs=top_logprobs
-        )
+        new = _sample(emission, look, logits, conf, open_)
+        return _update_emission(emission, new, look.e, open_)
 
     ways = by_logits, None if measure else by_statistics
-    return _emit(emission, look, open_, open_, sampling, *ways)
+    return _emit(emission, look, open_, open_, *ways)
 
 
 def top_gap(logits: jax.Array, top: jax.Array) -> jax.Array:
@@ -409,26 +430,13 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
     return picked - jnp.max(logits, -1) + jnp.log(confidence.max_probability(logits))
 
 
-def _update_emission(
-    emission, e, token, logprob, conf, leaves, drafts=None, top_logprobs=None
-) -> Emission:
-    """Set exit e's token where it leaves; where it only drafts, set the token alone."""
+def _update_emission(emission: Emission, new: Emission, e: int, leaves, drafts=None) -> Emission:
+    """Take exit e's `new` emission where it leaves; where it only drafts, the token alone."""
 
     def take(new, old):
-        return jnp.where(leaves, new, old)
+        return jnp.where(leaves.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
     said = leaves if drafts is None else leaves | drafts
-    if top_logprobs is not None:
-
-        def keep(new, old):
-            return jnp.where(leaves[:, None], new, old)
-
-        top_logprobs = jax.tree.map(keep, top_logprobs, emission.top_logprobs)
-    return Emission(
-        jnp.where(said, token, emission.token),
-        take(logprob, emission.logprob),
-        take(conf, emission.confidence),
-        take(jnp.full_like(token, e), emission.exit),
-        emission.margin,
-        emission.top_logprobs if top_logprobs is None else top_logprobs,
-    )
+    new = new._replace(exit=jnp.full_like(emission.exit, e), margin=emission.margin)
+    taken = jax.tree.map(take, new, emission)
+    return taken._replace(token=jnp.where(said, new.token, emission.token))

@@ -5,11 +5,14 @@ It also runs the prompts of a generation in one pass, which needs all layers' ke
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from eejax.gates.confidence import Memory
 from eejax.inference.options import EngineOptions
+from eejax.inference.policy import Emission
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.segment import SegmentRunner
 from eejax.inference.state import DecodeRecord, EngineState, RequestRows, advance, blank
@@ -18,34 +21,54 @@ from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 
 
-def _pass(runner, options, cache, request, x, start, row, count, position, early):
-    """Run x [b, w, d] at positions start [b] onward through all segments; emit from row [b].
+class PassRows(NamedTuple):
+    """Rows of a pass through all segments.
+
+    Attributes:
+      x: [b, w, d], their embeddings.
+      start: [b] int32, positions of the first rows.
+      row: [b] int32, the row that emits.
+      real: [b] int32, rows that are real.
+      position: [b] int32, positions of the emitted tokens.
+      early: [b] bool, early exits may emit.
+    """
+
+    x: jax.Array
+    start: jax.Array
+    row: jax.Array
+    real: jax.Array
+    position: jax.Array
+    early: jax.Array
+
+
+def _pass(
+    runner: SegmentRunner,
+    options: EngineOptions,
+    cache: KVCache,
+    request: RequestRows,
+    rows: PassRows,
+) -> tuple[KVCache, Emission]:
+    """Run rows through all segments and emit tokens.
 
     Only the engine "posthoc" measures margins: the others must take the time of their layers and
     heads alone.
-
-    Args:
-      count: [b] rows that are real.
-      position: [b] positions of the emitted tokens.
-      early: [b] early exits may emit.
     """
-    b = x.shape[0]
+    x, b = rows.x, rows.x.shape[0]
 
     def newest(a):
-        return jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+        return jnp.take_along_axis(a, rows.row[:, None, None], 1)[:, 0]
 
     emission, memory = runner.undecided(b), Memory.blank(x[:, 0])
     measure, everyone = options.engine == "posthoc", jnp.full((b,), True)
     segments, blocks = [], []
     for e in range(runner.last + 1):
-        x, h, kvs, block = runner.run(e, x, start, cache.segments[e], cache.blocks[e])
+        x, h, kvs, block = runner.run(e, x, rows.start, cache.segments[e], cache.blocks[e])
         segments.append(kvs)
         blocks.append(block)
-        allowed = everyone if e == runner.last else early
-        emission, memory = runner.decide(
-            e, emission, memory, newest(x), newest(h), allowed, position, request, measure=measure
-        )
-    filled = cache.filled + count[:, None]
+        allowed = everyone if e == runner.last else rows.early
+        look = runner.exit_input(e, newest(x), newest(h), allowed, rows.position, request)
+        emission, memory = runner.decide(emission, memory, look, measure=measure)
+    filled = cache.filled + rows.real[:, None]
     return KVCache(tuple(segments), tuple(blocks), filled), emission
 
 
@@ -76,21 +99,18 @@ def prefill(
       (the state, the record of the first tokens [b]).
     """
     b, t = tokens.shape
-    lengths, given = request.start, dict(config=config, options=options)
-    state = blank(weights, plan, **given, slots=b, length=length, context=0)
+    lengths = request.start
+    state = blank(weights, plan, config=config, options=options, slots=b, length=length, context=0)
     runner = SegmentRunner(weights, config)
-    cache, emission = _pass(
-        runner,
-        options,
-        state.cache,
-        request,
-        runner.embed(tokens, jnp.arange(t)[None]),
-        jnp.zeros((b,), jnp.int32),
-        lengths - 1,
-        lengths,
-        lengths,
-        request.policy.prefill_exit & options.leaves_early,
+    rows = PassRows(
+        x=runner.embed(tokens, jnp.arange(t)[None]),
+        start=jnp.zeros((b,), jnp.int32),
+        row=lengths - 1,
+        real=lengths,
+        position=lengths,
+        early=request.policy.prefill_exit & options.leaves_early,
     )
+    cache, emission = _pass(runner, options, state.cache, request, rows)
     state = state.replace(
         cache=cache,
         position=lengths - 1,
@@ -108,17 +128,14 @@ def step(
     """Decode one token of every live request through all loaded layers; the record is [b]."""
     b, decodes = state.token.shape[0], state.decodes
     runner = SegmentRunner(weights, config)
-    cache, emission = _pass(
-        runner,
-        options,
-        state.cache,
-        state.request,
-        runner.embed(state.token[:, None], state.position[:, None]),
-        state.position,
-        jnp.zeros((b,), jnp.int32),
-        decodes.astype(jnp.int32),
-        state.position + 1,
-        jnp.full((b,), True),
+    rows = PassRows(
+        x=runner.embed(state.token[:, None], state.position[:, None]),
+        start=state.position,
+        row=jnp.zeros((b,), jnp.int32),
+        real=decodes.astype(jnp.int32),
+        position=state.position + 1,
+        early=jnp.full((b,), True),
     )
+    cache, emission = _pass(runner, options, state.cache, state.request, rows)
     depth = jnp.full((b,), config.exit_boundaries[weights.last])
     return advance(state.replace(cache=cache), emission, depth, decodes)

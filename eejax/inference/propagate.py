@@ -47,7 +47,8 @@ def step(
             goes_deeper = live & (emission.exit < 0)
             some = jnp.any(goes_deeper)
             seen = newest | (state.reach >= e) if masks else None
-            ways = [partial(_run, runner, e, start, goes_deeper, seen)]
+            run = partial(runner.run, e, start=start, active=goes_deeper, seen=seen)
+            ways = [partial(_run, run)]
             if not masks:
                 ways.append(partial(_fill, runner, e, start))
             # x and h are one array, as nothing reads the last segment's x: where that is dropped
@@ -57,9 +58,8 @@ def step(
             both, segments[e], blocks[e] = run_branch(way, ways, carried)
             x, h = both[:, :1], both[:, 1:]
             depth = jnp.where(some, config.exit_boundaries[e], depth)
-        emission, memory = runner.decide(
-            e, emission, memory, x[:, 0], h[:, 0], live, start + 1, request
-        )
+        look = runner.exit_input(e, x[:, 0], h[:, 0], live, start + 1, request)
+        emission, memory = runner.decide(emission, memory, look)
 
     filled = cache.filled + live.astype(jnp.int32)[:, None]
     state = state.replace(
@@ -69,12 +69,12 @@ def step(
     return advance(state, emission, jnp.broadcast_to(depth, (b,)), live)
 
 
-def _run(runner, e, start, goes_deeper, seen, both, kvs, block):
-    """Run segment e for the requests that go deeper; a branch of a conditional.
+def _run(run, both, kvs, block):
+    """Run a segment for the requests that go deeper; a branch of a conditional.
 
     both [b, 2, d]: the states at the boundary, and behind the exit's block.
     """
-    x, h, kvs, block = runner.run(e, both[:, :1], start, kvs, block, active=goes_deeper, seen=seen)
+    x, h, kvs, block = run(both[:, :1], kvs=kvs, block=block)
     return jnp.concatenate([x, h], 1), kvs, block
 
 

@@ -170,9 +170,11 @@ class Collector:
         self._prompts = tuple(tuple(int(i) for i in prompt) for prompt in prompts)
         self._max_new, self._limits = max_new, limits
         self._stop_token_ids, self._stop_strings = frozenset(stop_token_ids), tuple(stop_strings)
-        self._decode = decode_text
-        seen = (lambda p: ending(decode_text, p)[0]) if stop_strings else lambda p: []
-        self._contexts = [seen(prompt) for prompt in self._prompts]
+        self._decode = decode_text if stop_strings else None
+        self._contexts = [
+            [] if self._decode is None else ending(self._decode, prompt)[0]
+            for prompt in self._prompts
+        ]
         b, n = len(max_new), int(max_new.max())
         self._all = DecodeRecord(
             token=np.full((b, n), -1, np.int32),
@@ -240,7 +242,7 @@ class Collector:
         """Return the length up to the first token beyond `before` that ends request i, or None."""
         ids = self._ids[i]
         ends = [j + 1 for j in range(before, len(ids)) if ids[j] in self._stop_token_ids][:1]
-        if self._stop_strings:
+        if self._decode is not None:
             context = self._contexts[i]
             ends += string_end(ids, before, self._stop_strings, self._decode, context)
         return min(ends, default=None)

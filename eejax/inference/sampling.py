@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,7 @@ from eejax.kernels import call
 from eejax.models.layers import NEGATIVE
 
 
-@struct.dataclass
-class SamplingParams:
+class SamplingParams(struct.PyTreeNode):
     """Sampling settings of each request, as traced arrays [b]: changing one compiles nothing.
 
     Attributes:
@@ -53,7 +53,7 @@ class SamplingParams:
         if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
             seed = [int(seed) + i for i in range(batch)]
 
-        def field(name, value, dtype, ok, allowed):
+        def field(name, value, dtype, ok, allowed) -> Any:  # the host's stand in for the device's
             a = require_array(name, value, allowed)
             number = a.dtype.kind in ("iu" if dtype is np.int32 else "iuf")
             fits = number and bool(np.all(np.abs(a) <= np.finfo(np.float32).max))  # NaN does not

@@ -22,8 +22,7 @@ REVIVAL = np.float32(0.01)
 once in some ten tokens or more, where they are never accepted."""
 
 
-@struct.dataclass
-class BatchPlan:
+class BatchPlan(struct.PyTreeNode):
     """Measured costs and waiting rules of each segment.
 
     The arrays are traced: a changed plan compiles nothing.

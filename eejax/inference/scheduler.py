@@ -8,13 +8,14 @@ request.
 
 from __future__ import annotations
 
+import abc
 import collections
 import dataclasses
 import heapq
 import itertools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -32,7 +33,7 @@ from eejax.inference.request import (
 )
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.slot_engine import STEPS_PER_CALL, Engine, logits_params_for
-from eejax.inference.state import DecodeRecord, RequestRows
+from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows
 from eejax.models.config import ModelConfig
 
 
@@ -70,8 +71,20 @@ class ScheduledRequest:
         return [*self.request.prompt, *(token.id for token in self.tokens)]
 
 
-class StepLoop:
+E = TypeVar("E", bound=Engine)
+
+
+class StepLoop(abc.ABC):
     """Base of schedulers that serve requests step by step until they are `idle`."""
+
+    @property
+    @abc.abstractmethod
+    def idle(self) -> bool:
+        """No request is left, and no output is unread."""
+
+    @abc.abstractmethod
+    def step(self) -> list[RequestOutput]:
+        """Run a step of all requests."""
 
     def run(self) -> list[RequestOutput]:
         """Step until all requests are finished."""
@@ -81,7 +94,7 @@ class StepLoop:
         return outputs
 
 
-class Scheduler(StepLoop):
+class Scheduler(StepLoop, Generic[E]):
     """Serves requests in an engine's slots, by priority and then in the order of arrival.
 
     `add_request` and `abort` may be called at any time, `step` again and again. Every request gets
@@ -94,9 +107,11 @@ class Scheduler(StepLoop):
     requests. `clock` returns seconds.
     """
 
+    state: Any
+
     def __init__(
         self,
-        engine: Engine,
+        engine: E,
         config: ModelConfig,
         *,
         steps: int = STEPS_PER_CALL,
@@ -145,6 +160,12 @@ class Scheduler(StepLoop):
         text = [*prompt, *(t.id for t in tokens)]
         generate.check_prompts([text], self.config, self.engine.context)
         require(len(tokens) < most, "tokens", f"{len(tokens)}", f"must be fewer than {most}")
+        require(
+            len(request.stop_token_ids) <= MAX_STOP_TOKENS,
+            "stop_token_ids",
+            request.stop_token_ids,
+            f"must be at most {MAX_STOP_TOKENS} of them",
+        )
         row = RequestRows.make(
             self.config,
             [len(prompt)],
@@ -207,7 +228,7 @@ class Scheduler(StepLoop):
         return sorted([*rows, *free][:slots])
 
     def replace_engine(
-        self, engine: Engine, state: Any = None, rows: Sequence[int] | None = None
+        self, engine: E, state: Any = None, rows: Sequence[int] | None = None
     ) -> None:
         """Continue with another engine and its state.
 
@@ -266,33 +287,36 @@ class Scheduler(StepLoop):
 
     def step(self) -> list[RequestOutput]:
         """Fill free slots, dispatch the next call, and return the previous one's outputs."""
-        times = self.payoff is not None and self.payoff.measuring
+        payoff = self.payoff
+        times = payoff is not None and payoff.measuring
         # Prompts, and requests that no exit could leave, say nothing of whether exits pay.
         running = [job for job in self._slots if job is not None]
         times = times and any(_may_leave(job.row.policy) for job in running)
-        if not (times and (self.payoff.midway or any(job.fresh for job in running))):
+        waits = payoff is not None and payoff.midway
+        if not (times and (waits or any(job.fresh for job in running))):
             self._fill_slots()
         running = [job for job in self._slots if job is not None]
         if not running:
             return self._collect(0) + self._take_ended()
         if times and not any(job.fresh for job in running):
             outputs = self._collect(0)
-            return outputs + self._step_timed() + self._take_ended()
-        self._dispatch(self.payoff is None or self.payoff.exits)
-        if self.payoff is not None and not self.payoff.measuring:
-            self.payoff.add(0.0, 1)
+            assert payoff is not None
+            return outputs + self._step_timed(payoff) + self._take_ended()
+        self._dispatch(payoff is None or payoff.exits)
+        if payoff is not None and not payoff.measuring:
+            payoff.add(0.0, 1)
         # What the call just made brings is read with the next step.
         return self._collect(1) + self._take_ended()
 
-    def _step_timed(self) -> list[RequestOutput]:
+    def _step_timed(self, payoff: Payoff) -> list[RequestOutput]:
         """Run a call and report its time to `payoff`, unless it compiled."""
         if not self.running:
             return []
         begin = self._clock()
-        self._dispatch(self.payoff.next())
+        self._dispatch(payoff.next())
         outputs = self._collect(0)
         seconds, emitted = self._clock() - begin, sum(len(o.tokens) for o in outputs)
-        self.payoff.add(seconds if self._warm else None, emitted)
+        payoff.add(seconds if self._warm else None, emitted)
         self._warm = True
         return outputs
 
@@ -377,7 +401,7 @@ class Scheduler(StepLoop):
         new, finish = [], None
         stop_token_ids = np.asarray(job.row.stop_token_ids[0])
         most = int(job.row.limit[0])
-        for i in np.flatnonzero(record.exit >= 0):
+        for i in np.flatnonzero(record.exit >= 0).tolist():
             if not np.isfinite(record.logprob[i]):
                 finish = FinishReason.ERROR
                 break

@@ -35,8 +35,8 @@ class TextScores(NamedTuple):
       top_logprobs: the most likely tokens, if they were asked for.
     """
 
-    logprob: np.ndarray
-    top: np.ndarray
+    logprob: jax.Array | np.ndarray
+    top: jax.Array | np.ndarray
     top_logprobs: TopLogprobs | None
 
 
@@ -92,6 +92,7 @@ def _pass(weights, tokens, *, config, e, top_logprobs) -> TextScores:
     x = runner.embed(tokens, jnp.arange(t)[None])
     cache = init_cache(config, 1, t, len(weights.segments), weights.axes)
     start = jnp.zeros((1,), jnp.int32)
+    h = x
     for i in range(e + 1):
         x, h, _, _ = runner.run(i, x, start, cache.segments[i], cache.blocks[i])
 

@@ -166,52 +166,62 @@ class SegmentRunner:
         """Return `Emission.undecided` for a device's requests."""
         return varying(Emission.undecided(batch), self.weights.axes.data)
 
-    def decide(
+    def exit_input(
         self,
         e: int,
-        emission: Emission,
-        memory: Memory,
         x: jax.Array,
         h: jax.Array,
         allowed: jax.Array,
         position: jax.Array,
         request: RequestRows,
-        *,
-        measure: bool = False,
-        drafts: jax.Array | None = None,
         process_logits: Callable[[jax.Array], jax.Array] | None = None,
-    ) -> tuple[Emission, Memory]:
-        """Emit tokens from exit e: from the last exit always, from others where their gate fires.
+    ) -> ExitInput:
+        """Return the input of exit e.
 
         Args:
           e: number of the exit.
-          emission: tokens of the exits below.
-          memory: what gates remember of them.
           x: [b, d] states at the boundary.
           h: [b, d] states behind the exit's block.
           allowed: [b] bool, requests that may leave here.
           position: [b] int32, position of the token to emit.
           request: the requests.
-          measure: fill in margins.
-          drafts: [b] bool, requests that get a draft where no gate fires.
           process_logits: applies `request.logits_params` to logits [b, v].
         """
-        look = ExitInput(
+        return ExitInput(
             e,
             x,
             self.reader(e, h),
             allowed,
             position,
             request.progress(position),
+            request.policy,
+            request.sampling,
             router.of_exit(self.weights.params, self.config, e),
             request.logits_params,
             process_logits,
         )
-        if e == self.last:
-            return emit_final(emission, look, request.sampling, measure), memory
-        return emit_early(
-            emission, memory, look, request.policy, request.sampling, self.config, measure, drafts
-        )
+
+    def decide(
+        self,
+        emission: Emission,
+        memory: Memory,
+        look: ExitInput,
+        *,
+        measure: bool = False,
+        drafts: jax.Array | None = None,
+    ) -> tuple[Emission, Memory]:
+        """Emit tokens from an exit: from the last one always, from others where their gate fires.
+
+        Args:
+          emission: tokens of the exits below.
+          memory: what gates remember of them.
+          look: the exit's input.
+          measure: fill in margins.
+          drafts: [b] bool, requests that get a draft where no gate fires.
+        """
+        if look.e == self.last:
+            return emit_final(emission, look, measure), memory
+        return emit_early(emission, memory, look, self.config, measure, drafts)
 
 
 def _positions(kvs, block) -> int:

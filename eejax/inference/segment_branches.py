@@ -79,13 +79,13 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
     place = rows.position % pending.input_token.shape[1]
     own = jax.tree.map(lambda a: a[slot, place], pending)
     request = jax.tree.map(lambda a: a[slot], state.request)
-    logits_params, shaped = request.logits_params, None
+    logits_params, process = request.logits_params, None
     if e == 0:
         none = PendingRows.blank(len(slot), logits_params=logits_params is not None)
         own = varying(none, runner.weights.axes.data).replace(input_token=own.input_token)
     if logits_params is not None:
 
-        def shaped(y):
+        def shaped(y: jax.Array) -> jax.Array:
             return process_logits(
                 y,
                 logits_params,
@@ -95,6 +95,7 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
                 request.stop_token_ids,
             )
 
+        process = shaped
     drafts = None
     if e == 0 < runner.last and pending.input_token.shape[1] > 1:
         drafts = (request.policy.drafts > 0) & ~request.policy.paused
@@ -103,17 +104,11 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
     allowed = allowed & (rows.position >= state.position[slot]) & (own.exit < 0)
     none = jnp.full(own.logprob.shape, jnp.inf)
     emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
+    look = runner.exit_input(
+        e, rows.x, rows.h, allowed, rows.position + 1, request, process_logits=process
+    )
     emission, memory = runner.decide(
-        e,
-        emission,
-        Memory(own.seen, own.streak, rows.before),
-        rows.x,
-        rows.h,
-        allowed,
-        rows.position + 1,
-        request,
-        drafts=drafts,
-        process_logits=shaped,
+        emission, Memory(own.seen, own.streak, rows.before), look, drafts=drafts
     )
     own = own.replace(
         seen=memory.token,

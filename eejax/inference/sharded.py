@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def place(params: Tree, config: ModelConfig, num_segments: int | None, mesh: Mes
     shares = jax.device_put(_part(params, specs), rules.shardings(specs, mesh))
 
     def local(shares):
-        return prepare(shares, config, num_segments, axes)
+        return prepare(shares, config, num_segments, axes).replace(mesh=mesh)
 
     return jax.jit(shard(local, mesh, (specs,), weights(config, num_segments, mesh)))(shares)
 
@@ -78,7 +79,7 @@ def weights(config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weight
             if "block" in p:
                 _own_heads(p["block"], config, axes.model)
     segments = config.segments[: num_segments or config.n_exits + 1]
-    return Weights(tuple((fused,) * (end - start) for start, end in segments), rest, axes)
+    return Weights(tuple((fused,) * (end - start) for start, end in segments), rest, axes, mesh)
 
 
 def _own_heads(specs: Tree, config: ModelConfig, axis: str | None) -> Tree:
@@ -91,19 +92,19 @@ def _own_heads(specs: Tree, config: ModelConfig, axis: str | None) -> Tree:
 def state(axes: Axes) -> EngineState:
     """Return prefixes of a state's specs: keys and values by request and head."""
     row, pair = P(axes.data), P(tuple(axis for axis in (axes.data, axes.model) if axis))
-    specs = dict.fromkeys((f.name for f in dataclasses.fields(EngineState)), row)
-    shared = dict.fromkeys(("clock", "work", "plan"), P())
-    return EngineState(**specs | shared | {"cache": KVCache(pair, pair, row)})
+    caches: dict[str, Any] = dict(segments=pair, blocks=pair, filled=row)
+    specs: dict[str, Any] = dict.fromkeys((f.name for f in dataclasses.fields(EngineState)), row)
+    specs.update(cache=KVCache(**caches), clock=P(), work=P(), plan=P())
+    return EngineState(**specs)
 
 
-def own(slots: jax.Array, state: EngineState, axes: Axes) -> jax.Array:
-    """Return slots [n] of all data shards by this shard's numbers.
+def own(slots: jax.Array, n: int, axes: Axes) -> jax.Array:
+    """Return slots of all data shards by the numbers of this shard, which has n.
 
-    The shard has those of `state`; slots of other shards get a number beyond the last one.
+    Slots of other shards get a number beyond the last one.
     """
     if not axes.data:
         return slots
-    n = len(state.token)
     i = slots - lax.axis_index(axes.data) * n
     return jnp.where((i >= 0) & (i < n), i, n)
 
@@ -125,5 +126,5 @@ def _part(tree: Tree, like: Tree) -> Tree:
 def _derived(shapes: Tree, specs: Tree | None, axis: str | None) -> Tree:
     """Return specs of nested dicts made from one with `specs`; new leaves are split by columns."""
     if isinstance(shapes, dict):
-        return {k: _derived(part, specs.get(k), axis) for k, part in shapes.items()}
+        return {k: _derived(part, (specs or {}).get(k), axis) for k, part in shapes.items()}
     return P(*(None,) * (shapes.ndim - 1), axis) if specs is None else specs

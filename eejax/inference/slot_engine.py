@@ -14,7 +14,7 @@ from eejax.inference import generate
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows
+from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows, power_of_two
 from eejax.models.config import ModelConfig
 
 STEPS_PER_CALL = 8  # steps between two looks of a scheduler, unless it is told otherwise
@@ -35,14 +35,24 @@ class Engine(Protocol):
       takes_logits_params: requests may have `LogitsParams`.
     """
 
-    slots: int
-    context: int
-    num_segments: int
-    resumes: bool
-    takes_logits_params: bool
+    @property
+    def slots(self) -> int: ...
+
+    @property
+    def context(self) -> int: ...
+
+    @property
+    def num_segments(self) -> int: ...
+
+    @property
+    def resumes(self) -> bool: ...
+
+    @property
+    def takes_logits_params(self) -> bool: ...
 
     def start(self) -> Any:
         """Return a state whose slots are all free."""
+        ...
 
     def prefill(
         self, prompts: Sequence[Sequence[int]], request: RequestRows
@@ -55,28 +65,32 @@ class Engine(Protocol):
           (rows to insert, a record of the first token of each prompt). The record may have more
           rows behind those. Its exit is -1 there, and where `generate` brings the first token too.
         """
+        ...
 
     def insert(self, state: Any, rows: Any, slots: Sequence[int]) -> Any:
         """Return the state with rows of `prefill` in slots; what the slots held is lost."""
+        ...
 
     def generate(self, state: Any, n: int) -> tuple[Any, DecodeRecord]:
         """Run n steps of all slots: records [n, slots], exit -1 where nothing was emitted.
 
         Records of an engine that emits up to m tokens in a step are [n m, slots].
         """
+        ...
 
     def free(self, state: Any, slots: Sequence[int]) -> Any:
         """Return the state with these slots free."""
+        ...
 
 
 class PrefilledRows(NamedTuple):
-    """Rows that `prefill` computed of `count` prompts.
+    """Rows that `prefill` computed of so many `prompts`.
 
     The state may have padding rows behind theirs. context and options are those of the engine.
     """
 
     state: Any
-    count: int
+    prompts: int
     context: int
     options: EngineOptions
 
@@ -94,7 +108,18 @@ class SlotEngineBase(abc.ABC):
     context: int
 
     resumes = False  # whether prompts may hold tokens that were generated before
-    takes_logits_params = False  # whether requests may bring a `LogitsParams`
+
+    @property
+    def takes_logits_params(self) -> bool:
+        return False
+
+    @property
+    @abc.abstractmethod
+    def num_segments(self) -> int: ...
+
+    @abc.abstractmethod
+    def start(self) -> Any:
+        """Return a state whose slots are all free."""
 
     @abc.abstractmethod
     def _prefill(
@@ -173,7 +198,7 @@ class SlotEngineBase(abc.ABC):
         request = request.replace(logits_params=logits_params_for(request.logits_params, self, n))
         rows = {len(a) for a in jax.tree.leaves(request)}
         require(rows == {n}, "request", f"{sorted(rows)} rows", f"must have {n}: one a prompt")
-        which = np.minimum(np.arange(generate.power_of_two(n)), n - 1)  # the last one is repeated
+        which = np.minimum(np.arange(power_of_two(n)), n - 1)  # the last one is repeated
         tokens = np.zeros((len(which), self.context), np.int32)
         for row, i in zip(tokens, which, strict=True):
             row[: lengths[i]] = prompts[i]
@@ -184,11 +209,11 @@ class SlotEngineBase(abc.ABC):
 
     def _check_slots(self, slots: Sequence[int], rows: PrefilledRows) -> np.ndarray:
         """Return the slot of each row; padding rows get one that does not exist."""
-        n = rows.count
+        n = rows.prompts
         for name in ("context", "options"):
             theirs, own = getattr(rows, name), getattr(self, name)
             require(theirs == own, f"rows.{name}", theirs, f"must be this engine's, {own}")
-        numbered = self._numbered(slots, generate.power_of_two(n))
+        numbered = self._numbered(slots, power_of_two(n))
         require(
             len(slots) == n and len({*numbered[:n]}) == n,
             "slots",

@@ -36,8 +36,7 @@ from eejax.sharding import rules
 from eejax.sharding.mesh import mesh_axes
 
 
-@struct.dataclass
-class StageWeights:
+class StageWeights(struct.PyTreeNode):
     """Parameters of all stages in the dtype of computation; leaves [P, ...], sharded over `pipe`.
 
     Each is an array of its own, because a loop that slices a stack would copy it.
@@ -65,6 +64,22 @@ class StageCache(NamedTuple):
     blocks: tuple[KeyValue, ...]
 
 
+class StageRows(NamedTuple):
+    """Facts of a pass of rows [b, w, d] through the stages that do not change on the way.
+
+    Attributes:
+      start: [b] int32, positions of the first rows.
+      row: [b] int32, the row that emits.
+      early: [b] bool, early exits may emit.
+      request: the requests.
+    """
+
+    start: jax.Array
+    row: jax.Array
+    early: jax.Array
+    request: RequestRows
+
+
 @dataclasses.dataclass(frozen=True)
 class StagedModel:
     """The stages on which a model's layers and exits are decoded; static and hashable.
@@ -90,7 +105,9 @@ class StagedModel:
     @property
     def last(self) -> int:
         """Number of the exit that emits what no other did."""
-        return self.partition.which[-1]
+        which = self.partition.which
+        assert which is not None
+        return which[-1]
 
     @functools.cached_property
     def ends(self) -> tuple[tuple[int, ...], ...]:
@@ -217,33 +234,29 @@ class DecodingStage:
         self,
         cache: StageCache,
         x: jax.Array,
-        start: jax.Array,
         begin: jax.Array,
         end: jax.Array,
-        row: jax.Array,
-        early: jax.Array,
+        rows: StageRows,
         memory: Memory,
         emission: Emission,
-        request: RequestRows,
     ) -> tuple[StageCache, jax.Array, Memory, Emission]:
         """Run rows x [b, w, d] through layers begin [b] to end [b] and the exits there.
 
-        The rows are at positions start [b] onward. Tokens are emitted from row [b], by early exits
-        where `early` [b]. Requests may be at different layers: a layer that no request needs is
-        skipped, and a request with begin = end = 0 is at none.
+        Requests may be at different layers: a layer that no request needs is skipped, and a request
+        with begin = end = 0 is at none.
         """
         c, p = self.config, self.stages.partition
         kvs, blocks = list(cache.layers), list(cache.blocks)
         w, length = x.shape[1], kvs[0][0].shape[1]
         context = layers.make_context(
             c,
-            start[:, None] + jnp.arange(w, dtype=jnp.int32)[None],
+            rows.start[:, None] + jnp.arange(w, dtype=jnp.int32)[None],
             key_positions=jnp.arange(length, dtype=jnp.int32)[None],
         )
 
         # A request that is elsewhere writes into the spare position.
         def at(here):
-            return context._replace(start=jnp.where(here, start, length - 1))
+            return context._replace(start=jnp.where(here, rows.start, length - 1))
 
         for n in range(p.most + 1):
             for place in p.places:
@@ -251,19 +264,8 @@ class DecodingStage:
                     here = (begin < n) & (n <= end) if n else (begin == 0) & (end > 0)
                     here = here & (self.index == place.stage)
                     slot = self.stages.layout.parts.get("block", {}).get(place.exit)
-                    block, memory, emission = self._exit(
-                        place,
-                        here,
-                        x,
-                        at(here),
-                        row,
-                        start,
-                        early,
-                        None if slot is None else blocks[slot],
-                        memory,
-                        emission,
-                        request,
-                    )
+                    carry = None if slot is None else blocks[slot], memory, emission
+                    block, memory, emission = self._exit(place, here, x, at(here), rows, carry)
                     if slot is not None:
                         blocks[slot] = block
             if n < p.most:
@@ -293,31 +295,20 @@ class DecodingStage:
         )
         return jnp.where(here[:, None, None], y, x), kv
 
-    def _exit(
-        self,
-        place: ExitPlace,
-        here,
-        x,
-        context,
-        row,
-        start,
-        early,
-        block,
-        memory,
-        emission,
-        request,
-    ):
+    def _exit(self, place: ExitPlace, here, x, context, rows: StageRows, carry):
         """Run an exit of this stage for the requests that are `here` [b].
 
-        A request that has emitted skips it, but for the keys and values of the exit's block.
+        carry: keys and values of the exit's block, what gates remember, and the emission. A request
+        that has emitted skips the exit, but for the keys and values.
         """
-        e, c = place.exit, self.config
+        e, c, request = place.exit, self.config, rows.request
+        block, _, emission = carry
 
         def newest(a):
-            return jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+            return jnp.take_along_axis(a, rows.row[:, None, None], 1)[:, 0]
 
-        position, last = start + row + 1, e == self.stages.last
-        allowed = here if last else here & early
+        position, last = rows.start + rows.row + 1, e == self.stages.last
+        allowed = here if last else here & rows.early
 
         def work(block, memory, emission):
             tree = self._exit_tree(place)
@@ -331,17 +322,17 @@ class DecodingStage:
                 allowed,
                 position,
                 request.progress(position),
+                request.policy,
+                request.sampling,
                 router.of_exit(tree, c, e),
             )
             if last:
-                return block, memory, emit_final(emission, look, request.sampling)
-            emission, after = emit_early(
-                emission, memory, look, request.policy, request.sampling, c
-            )
+                return block, memory, emit_final(emission, look)
+            emission, after = emit_early(emission, memory, look, c)
             return block, where_rows(here, after, memory), emission
 
         needed = allowed & (emission.exit < 0) if block is None else here
-        return when(jnp.any(needed), work, block, memory, emission)
+        return when(jnp.any(needed), work, *carry)
 
     def _exit_tree(self, place: ExitPlace) -> Tree:
         """Return the model's parameters that an exit of this stage reads."""

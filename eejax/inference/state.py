@@ -24,8 +24,7 @@ MAX_STOP_TOKENS = 8
 """Stop tokens of a request. `Generator` takes more, by other programs; slots do not."""
 
 
-@struct.dataclass
-class RequestRows:
+class RequestRows(struct.PyTreeNode):
     """Requests of an engine, one a row, as traced arrays: changing one compiles nothing.
 
     Attributes:
@@ -53,17 +52,17 @@ class RequestRows:
         policy: ExitPolicy,
         sampling: SamplingParams,
         stop_token_ids: Sequence[int] = (),
-        width: int = MAX_STOP_TOKENS,
         logits_params: LogitsParams | None = None,
     ) -> RequestRows:
         """Check the settings of requests whose prompts have `lengths` tokens.
 
-        limits: most tokens to emit, one a request. width: stop tokens of a row; it must be the same
-        for all requests of an engine.
+        Rows have `MAX_STOP_TOKENS` stop tokens, as slots need them, or a power of two for more.
+
+        Args:
+          limits: most tokens to emit, one a request.
 
         Raises:
-          ConfigError: for lengths or limits that are not counts, unknown stop tokens, or more than
-            `width` of them.
+          ConfigError: for lengths or limits that are not counts, or unknown stop tokens.
         """
         for name, value in (("lengths", lengths), ("limits", limits)):
             allowed = "must be a sequence of numbers of tokens"
@@ -86,12 +85,12 @@ class RequestRows:
             stop_token_ids,
             allowed,
         )
-        allowed = f"must be at most {width} of them"
-        require(ids.size <= width, "stop_token_ids", stop_token_ids, allowed)
-        rows = np.full((len(lengths), width), -1, np.int32)
+        # A power of two, so that few counts of stop tokens are compiled for.
+        width = max(MAX_STOP_TOKENS, power_of_two(ids.size))
+        rows: Any = np.full((len(lengths), width), -1, np.int32)
         rows[:, : ids.size] = ids
 
-        def as_rows(a):
+        def as_rows(a) -> Any:  # an array of the host stands in for the device's
             return np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
 
         return cls(policy, sampling, rows, as_rows(lengths), as_rows(limits), logits_params)
@@ -127,19 +126,18 @@ class DecodeRecord(NamedTuple):
         (`LogitsParams.top_logprobs`), where the engine supports it.
     """
 
-    token: jax.Array
-    logprob: jax.Array
-    confidence: jax.Array
-    exit: jax.Array
-    layers: jax.Array
-    margin: jax.Array
-    drafted: jax.Array
-    accepted: jax.Array
+    token: jax.Array | np.ndarray
+    logprob: jax.Array | np.ndarray
+    confidence: jax.Array | np.ndarray
+    exit: jax.Array | np.ndarray
+    layers: jax.Array | np.ndarray
+    margin: jax.Array | np.ndarray
+    drafted: jax.Array | np.ndarray
+    accepted: jax.Array | np.ndarray
     top_logprobs: TopLogprobs | None = None
 
 
-@struct.dataclass
-class WorkCounters:
+class WorkCounters(struct.PyTreeNode):
     """Work since the start, in uint32 counters that wrap around at 2^32.
 
     Attributes:
@@ -157,8 +155,7 @@ class WorkCounters:
     steps: jax.Array
 
 
-@struct.dataclass
-class PendingRows:
+class PendingRows(struct.PyTreeNode):
     """The newest rows of every slot, [slots, m]; position p is kept at index p % m.
 
     Attributes:
@@ -192,8 +189,7 @@ class PendingRows:
         return cls(zero, none, number, number, none, none, zero, zero, zero, top_logprobs)
 
 
-@struct.dataclass
-class EngineState:
+class EngineState(struct.PyTreeNode):
     """Everything that slots carry from step to step; arrays are [slots, ...].
 
     The row at `position` decides the next token. Rows from there on that the first segment has run
@@ -275,6 +271,11 @@ class EngineState:
         last = at_position(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
         most = jnp.where(hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
         return self.progress.can_start(cap, most)
+
+
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two of at least n."""
+    return 1 << (n - 1).bit_length()
 
 
 def at_position(a: jax.Array, position: jax.Array) -> jax.Array:

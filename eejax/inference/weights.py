@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import jax
 from flax import struct
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import LOCAL, Axes
@@ -15,8 +15,7 @@ from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
 
 
-@struct.dataclass
-class Weights:
+class Weights(struct.PyTreeNode):
     """Parameters laid out for decoding, in the dtype of computation.
 
     Attributes:
@@ -24,11 +23,13 @@ class Weights:
       params: everything else.
       axes: axes of the mesh, where this is one device's share inside a `shard_map`
         (`inference.sharded`).
+      mesh: where shares of all devices lie; None: on one device.
     """
 
     segments: tuple[tuple[Tree, ...], ...]
     params: Tree
     axes: Axes = struct.field(pytree_node=False, default=LOCAL)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @property
     def last(self) -> int:

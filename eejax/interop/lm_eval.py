@@ -32,7 +32,7 @@ from eejax.data import text_behind
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import begun
 from eejax.inference import ExitPolicy, Generator
-from eejax.inference.generate import power_of_two
+from eejax.inference.state import power_of_two
 from eejax.losses.cross_entropy import IGNORE
 
 SHORTEST = 16  # texts are padded to a power of two from here on

@@ -166,7 +166,7 @@ def exit_policy(
         ready.config,
         1,
         threshold,
-        body.exits,
+        exits=body.exits,
         gate=body.gate or defaults.gate,
         min_exit_layer=body.min_layers,
         drafts=defaults.drafts,

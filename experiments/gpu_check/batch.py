@@ -185,7 +185,7 @@ def costs(own: BatchStageSizes, params, slots: int) -> dict[str, Any]:
     fitted = batch_costs.measure(made, texts, calls=own.calls)
     exits = drawn(made.config, slots)
     traces = batch_costs.trace_requests(made, texts, own.new, threshold=exits, gate="fixed")
-    found = best_plan(traces, fitted, **batch_costs.settings(made))
+    found = best_plan(traces, fitted, batch_costs.engine_sizes(made))
     planned = dataclasses.replace(made, plan=found.plan)
     seconds = {}
     for name, one in (("no plan", made), ("planned", planned)):

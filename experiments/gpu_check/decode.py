@@ -94,7 +94,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 
 def _compared_programs(own: DecodeSizes) -> Iterator[tuple[str, Callable]]:
-    from eejax.inference.generate import power_of_two
+    from eejax.inference.state import power_of_two
 
     steps = power_of_two(own.new)
     for dtype in TIES:

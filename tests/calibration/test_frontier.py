@@ -197,12 +197,13 @@ def at_exit(emission, memory, e, logits, state, policy, progress, p):
         jnp.full((n,), True),
         jnp.zeros((n,), jnp.int32),
         progress,
+        policy,
+        SamplingParams.make(n),
         router.of_exit(p, CONFIG, e),
     )
-    sampling = SamplingParams.make(n)
     if e == CONFIG.n_exits:
-        return emit_final(emission, seen, sampling, True), memory
-    return emit_early(emission, memory, seen, policy, sampling, CONFIG, True)
+        return emit_final(emission, seen, True), memory
+    return emit_early(emission, memory, seen, CONFIG, True)
 
 
 def walk(p, policy, logits, states, progress):
@@ -246,7 +247,7 @@ def test_point_is_the_engines_rule_applied_token_by_token(
     n, stops = len(scores), [0, 2, 3, 4]
     rules = dict(gate=gate, min_exit_layer=min_exit_layer, decay=decay)
     policy = ExitPolicy.make(
-        CONFIG, n, np.broadcast_to(np.float32(threshold), (n, 3)), sorted(active), **rules
+        CONFIG, n, np.broadcast_to(np.float32(threshold), (n, 3)), exits=sorted(active), **rules
     )
     emission = walk(policy, logits, states, progress)
     number = emitting_exits(scores, threshold, sorted(active), **rules)
@@ -286,7 +287,7 @@ def test_patience_asks_the_active_exits_alone(model, scored, threshold):
         itertools.combinations((0, 2, 3), k) for k in range(4)
     ):
         limits = np.full((n, 3), threshold, np.float32)
-        policy = ExitPolicy.make(CONFIG, n, limits, active, gate="patience")
+        policy = ExitPolicy.make(CONFIG, n, limits, exits=active, gate="patience")
         emission = walk(model[0], policy, logits, np.zeros((4, n, 32), np.float32), zero[0])
         got = emitting_exits(scores, threshold, active, gate="patience")
         np.testing.assert_array_equal(got, np.asarray(emission.exit))

@@ -329,13 +329,15 @@ def test_steps_take_what_the_engines_own_decisions_do(data):
         requests,
         plan,
         costs,
-        slots=slots,
-        buckets=buckets,
-        cap=cap,
-        drafts=0,
-        chunk=chunk,
-        span=SPAN,
-        prompt_span=PROMPT_SPAN,
+        batch_simulator.EngineSizes(
+            slots=slots,
+            buckets=buckets,
+            cap=cap,
+            drafts=0,
+            chunk=chunk,
+            span=SPAN,
+            prompt_span=PROMPT_SPAN,
+        ),
     )
     part = SimulatedModel(
         model(exits, prompts, n=n),

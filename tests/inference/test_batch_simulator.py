@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from eejax.common.errors import ConfigError
 from eejax.inference import batch_costs
 from eejax.inference.batch_simulator import (
+    EngineSizes,
     RequestTrace,
     StepCosts,
     WorkCounts,
@@ -99,13 +100,7 @@ def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
         traces_of(p, config, asked, texts, drafts),
         plan,
         costs,
-        slots=SLOTS,
-        buckets=BUCKETS,
-        cap=OPTIONS.cap,
-        drafts=OPTIONS.drafts,
-        chunk=OPTIONS.chunk,
-        span=SPAN,
-        prompt_span=PROMPT_SPAN,
+        EngineSizes(SLOTS, BUCKETS, OPTIONS.cap, OPTIONS.drafts, OPTIONS.chunk, SPAN, PROMPT_SPAN),
     )
     np.testing.assert_array_equal(found.counts.runs, work.runs)
     np.testing.assert_array_equal(found.counts.spans, work.spans)
@@ -185,7 +180,7 @@ def test_costs_of_the_engine_explain_other_runs_of_it(engine, prompts):
     assert found.depths == (1, 2, 2)
 
 
-ENGINE = dict(
+ENGINE = EngineSizes(
     slots=SLOTS, buckets=BUCKETS, cap=6, drafts=3, chunk=16, span=SPAN, prompt_span=PROMPT_SPAN
 )
 
@@ -215,7 +210,7 @@ def test_everybody_gets_every_token_in_order(seed, fill, patience, slots):
     traces = drawn_traces(rng, 9)
     costs = some_costs()
     plan = costs.plan(BUCKETS, slots, fill, patience)
-    found = simulate(traces, plan, costs, steps=3, **ENGINE | dict(slots=slots))
+    found = simulate(traces, plan, costs, dataclasses.replace(ENGINE, slots=slots), steps=3)
     assert [len(t) for t in found.emitted] == [len(t.exits) for t in traces]
     for times, arrived in zip(found.emitted, found.arrived, strict=True):
         assert all(a < b or a == b for a, b in zip(times, times[1:], strict=False))
@@ -227,10 +222,9 @@ def test_everybody_gets_every_token_in_order(seed, fill, patience, slots):
 def test_the_best_plan_is_the_best_of_those_that_keep_the_bound():
     rng = np.random.default_rng(1)
     traces, costs = drawn_traces(rng, 8), some_costs()
-    most = {k: v for k, v in ENGINE.items() if k != "drafts"}
-    free = best_plan(traces, costs, drafts=3, **most)
+    free = best_plan(traces, costs, ENGINE)
     one = [dataclasses.replace(t, drafts=0) for t in traces]
-    none = simulate(one, costs.plan(BUCKETS, SLOTS), costs, **ENGINE)
+    none = simulate(one, costs.plan(BUCKETS, SLOTS), costs, ENGINE)
 
     def rate(found):
         return found.seconds / found.tokens
@@ -241,11 +235,11 @@ def test_the_best_plan_is_the_best_of_those_that_keep_the_bound():
         return np.quantile(found.gaps, 0.99)
 
     bound = float(late(free.simulated)) * 0.9
-    held = best_plan(traces, costs, drafts=3, bound=bound, **most)
+    held = best_plan(traces, costs, ENGINE, bound=bound)
     assert late(held.simulated) < late(free.simulated)
     assert rate(held.simulated) >= rate(free.simulated)
     again = [dataclasses.replace(t, drafts=free.drafts) for t in traces]
-    assert simulate(again, free.plan, costs, **ENGINE).seconds == free.simulated.seconds
+    assert simulate(again, free.plan, costs, ENGINE).seconds == free.simulated.seconds
 
 
 def test_what_cannot_be_simulated():
@@ -258,30 +252,32 @@ def test_what_cannot_be_simulated():
     with pytest.raises(ConfigError, match="samples"):
         fit([], (1, 2, 2), SLOTS, BUCKETS)
     costs, good = some_costs(), [RequestTrace(5, (2, 0, 1), (True,) * 3)]
-    plan, most = costs.plan(BUCKETS, SLOTS), {k: v for k, v in ENGINE.items() if k != "drafts"}
+    plan = costs.plan(BUCKETS, SLOTS)
     for change, field in (
         (dict(slots=0), "slots"),
         (dict(cap=0), "cap"),
         (dict(cap=99), "buckets"),
         (dict(chunk=0), "chunk"),
-        (dict(steps=0), "steps"),
         (dict(drafts=-1), "drafts"),
         (dict(buckets=()), "buckets"),
         (dict(span=0.5), "span"),
+    ):
+        with pytest.raises(ConfigError, match=field):
+            dataclasses.replace(ENGINE, **change)
+    fewer = dataclasses.replace(ENGINE, buckets=BUCKETS[-1:])
+    for change, field in (
+        (dict(steps=0), "steps"),
+        (dict(engine=fewer), "buckets"),
         (dict(traces=[RequestTrace(5, (7,), (True,))]), "traces"),
         (dict(plan=BatchPlan.make(1, SLOTS, BUCKETS)), "plan"),
     ):
         with pytest.raises(ConfigError, match=field):
-            simulate(**dict(traces=good, plan=plan, costs=costs) | ENGINE | change)
-    for bad, drafts, bound, field in (
-        ([], 3, None, "traces"),
-        (good, -1, None, "drafts"),
-        (good, 3, float("nan"), "bound"),
-    ):
+            simulate(**dict(traces=good, plan=plan, costs=costs, engine=ENGINE) | change)
+    for bad, bound, field in (([], None, "traces"), (good, float("nan"), "bound")):
         with pytest.raises(ConfigError, match=field):
-            best_plan(bad, costs, drafts=drafts, bound=bound, **most)
+            best_plan(bad, costs, ENGINE, bound=bound)
     one = [RequestTrace(5, (2,), (True,))]  # no two tokens to be apart
-    assert best_plan(one, costs, drafts=3, bound=1.0, **most).simulated.tokens == 1
+    assert best_plan(one, costs, ENGINE, bound=1.0).simulated.tokens == 1
 
 
 @pytest.mark.parametrize(

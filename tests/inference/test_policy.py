@@ -53,11 +53,13 @@ def at_exit(
         everyone,
         jnp.zeros_like(emission.token),
         progress,
+        policy,
+        sampling,
         lambda x: jax.nn.sigmoid(x[:, 0] + e),
     )
     if e == E:
-        return emit_final(emission, look, sampling, measure), memory
-    return emit_early(emission, memory, look, policy, sampling, CONFIG, measure)
+        return emit_final(emission, look, measure), memory
+    return emit_early(emission, memory, look, CONFIG, measure)
 
 
 def run(policy, logits, states, progress, measure=False, kernel=False):
@@ -135,7 +137,7 @@ def test_every_request_leaves_by_the_earliest_exit_whose_gate_fires(data, seed):
         CONFIG,
         b,
         thresholds,
-        [sorted(c) for c in chosen],
+        exits=[sorted(c) for c in chosen],
         gate=gates,
         min_exit_layer=least,
         decay=decay,
@@ -205,10 +207,10 @@ def test_logits_are_made_only_for_who_reads_them():
                 jnp.array([True]),
                 jnp.array([0]),
                 jnp.zeros(1),
+                policy,
+                SamplingParams.make(1),
             )
-            emission, memory = emit_early(
-                emission, memory, look, policy, SamplingParams.make(1), CONFIG
-            )
+            emission, memory = emit_early(emission, memory, look, CONFIG)
         return emission
 
     for gate, threshold, heads in (

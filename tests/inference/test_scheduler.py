@@ -260,6 +260,7 @@ def test_what_cannot_be_scheduled():
         ([1], 0, {}, "max_tokens"),
         ([1], 1, dict(priority=0.5), "priority"),
         ([1], 1, dict(stop_token_ids=[1000]), "stop_token_ids"),
+        ([1], 1, dict(stop_token_ids=[*range(9)]), "stop_token_ids"),
         ([1], 1, dict(stop_token_ids=[[1], [1, 2]]), "stop_token_ids"),
         ([1], 1, dict(policy=0.5), "policy"),
         ([1], 1, dict(sampling=0.5), "sampling"),
