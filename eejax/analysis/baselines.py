@@ -12,6 +12,10 @@ DISCOUNTS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)  # tried for bigrams and for tr
 TUNING_SHARE = 0.1
 
 
+Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""Of each token: how often it came, how often its context did, and distinct tokens behind that."""
+
+
 class Trigram:
     """An interpolated Kneser-Ney trigram over token ids.
 
@@ -58,22 +62,26 @@ class Trigram:
         unigrams = np.count_nonzero(seen, 0) + 0.5
         self.unigram = unigrams / unigrams.sum()
 
-    def _look_up(self, tokens: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Return what `_surprise` needs to know of every trigram of `tokens`."""
+    def _look_up(self, tokens: np.ndarray) -> tuple[Counts, Counts, np.ndarray]:
+        """Return counts of every trigram of `tokens`, of its bigram, and its unigram's share."""
         a, b, c = tokens[:-2], tokens[1:-1], tokens[2:]
         high = self.trigrams[a, b, c], self.contexts[a, b], self.followers[a, b]
         low = self.bigrams[b, c], self.bigram_total[b], self.bigram_followers[b]
-        return *high, *low, self.unigram[c]
+        return high, low, self.unigram[c]
 
 
-def _surprise(counts, bigram_discount: float, trigram_discount: float) -> np.ndarray:
+def _surprise(
+    found: tuple[Counts, Counts, np.ndarray], bigram_discount: float, trigram_discount: float
+) -> np.ndarray:
     """[n] bits of the looked-up trigrams."""
-    lower = _discounted(*counts[3:6], bigram_discount, counts[6])
-    return -np.log2(_discounted(*counts[:3], trigram_discount, lower))
+    trigrams, bigrams, unigram = found
+    lower = _discounted(bigrams, bigram_discount, unigram)
+    return -np.log2(_discounted(trigrams, trigram_discount, lower))
 
 
-def _discounted(count, total, followers, discount: float, lower: np.ndarray) -> np.ndarray:
+def _discounted(counts: Counts, discount: float, lower: np.ndarray) -> np.ndarray:
     """(max(count - D, 0) + D · followers · p_lower) / total, and p_lower for a new context."""
+    count, total, followers = counts
     kept = np.maximum(count - discount, 0.0) + discount * followers * lower
     return np.where(total > 0, kept / np.maximum(total, 1), lower)
 

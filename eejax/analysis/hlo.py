@@ -150,7 +150,9 @@ def parse(text: str) -> HloProgram:
 def _instruction(name: str, text: str, root: bool) -> Instruction:
     end = _closed(text) if text.startswith("(") else text.find(" ")
     type_, rest = text[:end], text[end:].strip()
-    op = re.match(r"[\w\-]+", rest)[0]
+    if (found := re.match(r"[\w\-]+", rest)) is None:
+        raise ValueError(f"%{name} = {text[:80]}: has no operation")
+    op = found[0]
     behind = rest[len(op) :]
     inside = behind[1 : _closed(behind) - 1] if behind.startswith("(") else ""
     operands = tuple(re.findall(r"%([\w.\-]+)", inside))
@@ -169,7 +171,9 @@ def _closed(text: str) -> int:
 
 def shape(type_: str) -> tuple[int, ...]:
     """The dimensions of an array's type."""
-    return tuple(int(n) for n in ARRAY.search(type_)[2].split(",") if n)
+    if (found := ARRAY.search(type_)) is None:
+        raise ValueError(f"{type_}: is no type of an array")
+    return tuple(int(n) for n in found[2].split(",") if n)
 
 
 def nbytes(type_: str) -> int:

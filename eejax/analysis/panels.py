@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypedDict
 
 import matplotlib
 import numpy as np
@@ -31,6 +32,13 @@ NICE = (1, 2, 2.5, 5, 10)  # steps between ticks
 LONGEST = 48  # letters of a name in a legend
 
 Points = tuple[Sequence[float], Sequence[float]]
+
+
+class Look(TypedDict):
+    """Color and dashes of a line, as matplotlib calls them."""
+
+    color: str
+    ls: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +78,7 @@ def compare(
     looks = {name: look(i) for i, name in enumerate(names)}
     with matplotlib.rc_context(STYLE):
         figure = figure_of(width, 0.5 + 2.9 * rows + 0.21 * (legend_rows + 1))
-        figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
+        figure.set_layout_engine("constrained", h_pad=0.08, w_pad=0.08)
         figure.suptitle(title, fontsize=13, fontweight="bold")
         grid = list(figure.subplots(rows, columns, squeeze=False).flat)
         for panel, axes in zip(panels, grid, strict=False):
@@ -91,25 +99,24 @@ def compare(
     return figure
 
 
-def look(i: int) -> dict[str, str]:
+def look(i: int) -> Look:
     """Color and dashes of the i-th run."""
     return {"color": COLORS[i % len(COLORS)], "ls": DASHES[i // len(COLORS) % len(DASHES)]}
 
 
-def running_mean(values: Sequence[float], width: int) -> np.ndarray:
+def running_mean(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
     """The mean over `width` values around each one; at the beginning over as many as lie before it.
 
     It does not lag behind, as an exponential mean does, so runs that log unequally often compare.
     """
-    values = np.asarray(values, np.float64)
-    sums = np.append(0.0, np.cumsum(values))
+    sums = np.append(0.0, np.cumsum(np.asarray(values, np.float64)))
     here = np.arange(len(values))
     half = np.minimum(width // 2, here)
     end = np.minimum(here + half + 1, len(values))
     return (sums[end] - sums[here - half]) / (end - here + half)
 
 
-def _draw(axes: Axes, panel: Panel, looks: Mapping[str, Mapping[str, str]]) -> None:
+def _draw(axes: Axes, panel: Panel, looks: Mapping[str, Look]) -> None:
     axes.set_title(panel.title)
     axes.set(xlabel=panel.xlabel, ylabel=panel.ylabel)
     points = {name: panel.curves[name] for name in looks if len(panel.curves.get(name, ((),))[0])}

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+if TYPE_CHECKING:  # older versions of matplotlib lack it
+    from matplotlib.typing import RcKeyType
+
 FINAL = "final"
 INK, ACCENT, GRID = "#1f2933", "#d1495b", "#d9dee4"
 # Of curves side by side; the markers tell them apart in black and white too.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", INK)
 MARKERS = ("o", "s", "^", "v", "D", "x")
-STYLE = {
+STYLE: dict[RcKeyType, Any] = {
     "font.size": 10,
     "axes.titlesize": 11,
     "axes.titleweight": "bold",

@@ -257,10 +257,10 @@ def at_threshold(
         return np.take_along_axis(a, number[None], 0)[0]
 
     counts = np.bincount(number, minlength=scores.config.n_exits + 1)
-    plain = float(threshold) if np.ndim(threshold) == 0 else tuple(map(float, threshold))
+    plain = np.asarray(threshold, np.float64).tolist()
     shares = counts / len(scores)
     return FrontierPoint(
-        threshold=plain,
+        threshold=tuple(plain) if isinstance(plain, list) else plain,
         agreement=float(np.mean(take(scores.tokens) == scores.tokens[-1])),
         depth=float(np.mean(np.asarray(scores.config.exit_boundaries)[number])),
         nll=float(np.mean(take(scores.nlls), dtype=np.float64)),
@@ -313,8 +313,9 @@ def _leaving(scores: ExitScores, policy: ExitPolicy) -> np.ndarray:
     n = len(scores)
     thresholds = np.asarray(policy.thresholds).T  # [E, 1]
     if policy.decay[0] >= 0:
+        progress = jnp.asarray(scores.progress[None])
         thresholds = np.asarray(
-            confidence.falling(policy.thresholds.T, policy.decay[None], scores.progress[None])
+            confidence.falling(policy.thresholds.T, policy.decay[None], progress)
         )
     open_ = _open(policy)
     fires = open_[:, None] & (_confidences(scores, policy, open_) >= thresholds)

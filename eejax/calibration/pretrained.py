@@ -54,8 +54,9 @@ class Calibration(NamedTuple):
 
     def thresholds(self, point: FrontierPoint) -> tuple[float, ...]:
         """Return a point's thresholds for every exit of the model, 1 at exits without a router."""
-        routed = (e.boundary for e in self.scores.config.exits)
-        found = dict(zip(routed, point.threshold, strict=True))
+        routed, given = [e.boundary for e in self.scores.config.exits], point.threshold
+        every = given if isinstance(given, tuple) else (given,) * len(routed)
+        found = dict(zip(routed, every, strict=True))
         return tuple(found.get(boundary, 1.0) for boundary in self.boundaries)
 
 

@@ -68,7 +68,7 @@ class RouterOptions:
     seed: int = 0
 
     def __post_init__(self):
-        require_one_of("label", self.label, LABELS)
+        require_one_of("label", self.label, tuple(LABELS))
         require_one_of("schedule", self.schedule, SCHEDULES)
         for name in ("width", "epochs", "batch", "least"):
             require_count(name, getattr(self, name))
@@ -128,7 +128,8 @@ def labels(states: States, options: RouterOptions) -> np.ndarray:
     if options.label == "top1":
         return states.tokens[:-1] == states.tokens[-1]
     n = len(states.cosine)
-    bound = (LABELS[options.label],) if options.bound is None else options.bound
+    given = LABELS[options.label] if options.bound is None else options.bound
+    bound = tuple(np.ravel(given).tolist())
     require(len(bound) in (1, n), "bound", bound, f"must be one, or one for each of {n} exits")
     bound = np.broadcast_to(np.array(bound), (n,))[:, None]
     return states.cosine >= bound if options.label == "cosine" else states.kl <= bound

@@ -136,15 +136,15 @@ def _held(most: int, config: ModelConfig, folder: str | os.PathLike | None) -> i
     return most
 
 
-def _parts(params, config, batches, folder, tell: Callable[[int], None]) -> Iterator[States]:
+def _parts(params, config, batches, folder, tell: Callable[[int], object]) -> Iterator[States]:
     """Parts of `PART` positions or some more, of batches in a row."""
     iterator, held, number, unit = iter(batches), [], 0, 0
 
     def file(i):
         return None if folder is None else pathlib.Path(folder) / f"states-{i:05d}.safetensors"
 
-    while file(number) is not None and file(number).is_file():
-        arrays, about = read_arrays(file(number))
+    while (path := file(number)) is not None and path.is_file():
+        arrays, about = read_arrays(path)
         for _ in range(int(about["batches"])):
             unit += len(next(iterator)["labels"])
         number += 1
@@ -184,8 +184,9 @@ def _seen(params: Tree, config: ModelConfig, batches, unit: int) -> Iterator[Sta
 def _fetched(running, labels: np.ndarray, unit: int) -> States:
     counted = labels.reshape(-1) != IGNORE
     units = np.repeat(unit + np.arange(len(labels)), labels.shape[1])[counted]
-    kept = (a[:, counted] for a in jax.device_get(running))
-    return States(*kept, labels.reshape(-1)[counted], units.astype(np.int32))
+    boundary, cosine, kl, tokens, nlls = (a[:, counted] for a in jax.device_get(running))
+    own = labels.reshape(-1)[counted]
+    return States(boundary, cosine, kl, tokens, nlls, own, units.astype(np.int32))
 
 
 @partial(jax.jit, static_argnames="config")

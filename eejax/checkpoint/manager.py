@@ -117,7 +117,7 @@ class Checkpoints:
         self.wait()
         if step in self._manager.all_steps():
             return
-        items = {
+        items: dict[str, ocp.args.CheckpointArgs] = {
             name: ocp.args.PyTreeSave(tree, save_args=_save_args(tree))
             for name, tree in trees.items()
         }
@@ -221,12 +221,12 @@ class Checkpoints:
             )
             for name, tree in wanted.items()
         }
-        failure = None
+        restored, failure = None, None
         try:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
             failure = error
-        if distributed.anyone(failure is not None):
+        if distributed.anyone(failure is not None) or restored is None:
             why = _brief(failure) if failure else "another process could not read it"
             if intact:  # the files are what was written, so it is not damage
                 raise CheckpointError(
@@ -238,7 +238,9 @@ class Checkpoints:
     def _read_metadata(self, step: int) -> dict[str, Any]:
         self._verify(step, lambda file: file.split("/")[0] == META or "/" not in file)
         try:
-            meta = self._metadata.restore(self.folder / str(step) / META)
+            file = self.folder / str(step) / META
+            # Orbax's annotations ask for etils' paths, and its code takes any.
+            meta = self._metadata.restore(file)  # pyright: ignore[reportArgumentType]
             if not isinstance(meta, dict):
                 raise ValueError(f"its metadata is {type(meta).__name__}, not an object")
         except Exception as error:
@@ -249,7 +251,10 @@ class Checkpoints:
         """Return whether the wanted files are what was written, with those shapes."""
         folder = self.folder / str(step)
         try:
-            have = {name: self._trees.metadata(folder / name).tree for name in wanted}
+            have = {
+                name: self._trees.metadata(folder / name).tree  # pyright: ignore[reportArgumentType]
+                for name in wanted
+            }
         except Exception as error:
             raise _Damaged(_brief(error)) from error
         for name, tree in wanted.items():

@@ -295,11 +295,12 @@ def _refuse(message: str) -> None:
     raise TemplateError(message)
 
 
-def find(folder: pathlib.Path, tokenizer: Tokenizer) -> TemplateSource | None:
+def find(folder: pathlib.Path | None, tokenizer: Tokenizer) -> TemplateSource | None:
     """Find a model's chat template.
 
     A file in the folder comes before the tokenizer's own; None if there is neither. Raises
     DataError for a file that cannot be read.
     """
-    source = chat_template(folder) or tokenizer.chat
+    own = None if folder is None else chat_template(folder)
+    source = own or tokenizer.chat
     return None if source is None else TemplateSource(source, dict(tokenizer.special))

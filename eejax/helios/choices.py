@@ -6,14 +6,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Self
+from typing import Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.helios.objectives import Telemetry
 
-AUTO = "auto"
+AUTO: Final = "auto"
 REASSESS = f'must be a number of prompts, or "{AUTO}"'
 STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
 
@@ -61,7 +61,7 @@ class ControllerOptions:
 
     candidates: int = 2
     prompts: int = 5
-    interval: int | str = 150
+    interval: int | Literal["auto"] = 150
     window: int = 100
     breaches: int = 50
     greedy: bool = True

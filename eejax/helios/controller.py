@@ -87,7 +87,7 @@ class Controller:
     @property
     def wanted(self) -> ModelDepth:
         """Model and depth that are to serve, once they are loaded."""
-        return self.state.wanted
+        return self.state.target
 
     @property
     def evaluating(self) -> bool:
@@ -116,7 +116,9 @@ class Controller:
 
     def choose(self) -> Assignment:
         """Return where the next prompt goes."""
-        return self.apply(transitions.prompt_arrived).assignment
+        assignment = self.apply(transitions.prompt_arrived).assignment
+        assert assignment is not None  # every prompt that arrives has one
+        return assignment
 
     def loaded(self, choice: ModelDepth) -> None:
         """Record that what was wanted is loaded, and serves from now on."""

@@ -114,10 +114,17 @@ class ControllerState(FrozenMappings):
         """Shares of tokens by the exit that they would leave by if all were loaded, by model."""
         return self.expected.shares
 
+    @property
+    def target(self) -> ModelDepth:
+        """`wanted`, once the first decision was made (`decisions.begin`)."""
+        assert self.wanted is not None
+        return self.wanted
+
     def serves(self, model: str) -> bool:
         """Return whether a model serves and neither a change nor an evaluation is under way."""
-        serving = self.current is not None and self.wanted == self.current and not self.plan
-        return serving and self.current.model == model
+        if self.current is None or self.wanted != self.current or self.plan:
+            return False
+        return self.current.model == model
 
     def with_first(self, evaluation: RunningEvaluation) -> ControllerState:
         """Return the state with another evaluation in place of the one under way."""

@@ -34,8 +34,8 @@ def begin(
             state = state.replaced(expected=expected.learn(profile, known[name]))
         elif profile.shares:
             # As if it were assessed once since.
-            expected, ages = expected.with_shares(name, profile.shares), state.ages | {name: 1}
-            state = state.replaced(expected=expected, ages=ages)
+            expected = expected.with_shares(name, profile.shares)
+            state = state.replaced(expected=expected, ages={**state.ages, name: 1})
     new, why = [name for name in names if name not in known], "the server begins"
     if missing := [name for name in new if name not in state.shares]:
         return [evaluate(state, time, why, missing)]
@@ -98,7 +98,7 @@ def serve(
         model: strictness.assessed(state.strictness[model], bound, state.rules.allowed)
         for model, bound in state.bounds.items()
     }
-    state = state.replaced(prompts=0, bounds={}, strictness=state.strictness | assessed)
+    state = state.replaced(prompts=0, bounds={}, strictness={**state.strictness, **assessed})
     state = prospects.fix_interval(state)
     options = [ModelDepth(m, prospects.greedy_depth(state, m)) for m in state.shares]
     best, expected, seconds = prospects.best_choice(state, options, assessed=True)
@@ -108,6 +108,7 @@ def serve(
 def assess(state: ControllerState, time: float) -> Transition:
     """Reassess after an interval."""
     current, expected = state.current, state.expected
+    assert current is not None  # or no interval would have passed
     late = prospects.expected_of(state, current)[0].ttft_p99
     limit = state.rules.objective.limits.get("ttft_p99", math.inf)
     state = state.replaced(
@@ -129,16 +130,18 @@ def breach(state: ControllerState, time: float, seen: float) -> Transition:
     seen: share of tokens below their threshold.
     """
     state = state.replaced(window=breach_window.clear(state.window))
-    current, exits = state.current, state.rules.profiles[state.current.model].exits
+    current = state.current
+    assert current is not None  # whose tokens were counted
+    exits = state.rules.profiles[current.model].exits
     if current.depth == exits:  # nothing is below its threshold but at the end
         return Transition(state)
     # After a whole interval texts are other ones now: all models may have become better.
     ages = dict.fromkeys(state.ages, math.inf) if state.lasted == current else state.ages
     state = state.replaced(
-        breaches=state.breaches | {current: state.breaches.get(current, 0) + 1},
+        breaches={**state.breaches, current: state.breaches.get(current, 0) + 1},
         ages=ages,
         lasted=None,
-        expected=state.expected.breached(*current, seen),
+        expected=state.expected.breached(current.model, current.depth, seen),
         prompts=0,
     )
     state = prospects.fix_interval(state)
@@ -166,7 +169,7 @@ def give_up(state: ControllerState, time: float, model: str, why: str) -> Transi
         serving=None if state.serving == model else state.serving,
         plan=tuple(seen for seen in state.plan if seen.model != model),
     )
-    if state.wanted.model != model:
+    if state.target.model != model:
         return Transition(state, warning=warning)
     why = f"{model}: {why}"
     if state.plan:
@@ -184,7 +187,7 @@ def finish_evaluation(state: ControllerState, time: float) -> Transition:
     model, profile = seen.model, state.rules.profiles[seen.model]
     strict = prospects.level(state, model, evaluated=True)
     row = evaluations.history_row(seen, profile, state.expected, state.rules.counted, strict)
-    expected, ages = state.expected.learn(profile, row), state.ages | {model: 0}
+    expected, ages = state.expected.learn(profile, row), {**state.ages, model: 0}
     state = state.replaced(expected=expected, ages=ages, plan=())
     known = [n.model for n in rest if n.model != state.serving and n.model in state.shares]
     state, better = prospects.contenders(state, known)

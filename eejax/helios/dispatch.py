@@ -11,7 +11,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from eejax.helios.interfaces import (
     FleetRequest,
     ModelPolicy,
     ModelPool,
-    PendingModel,
+    Pending,
 )
 from eejax.helios.objectives import NAMED, Telemetry
 from eejax.helios.timeline import AnswerTimeline, TimelinePoint, marks
@@ -34,7 +34,7 @@ AUDITS = 0.05  # share of the time that audits may take beside those of evaluati
 REPORTED = 0.01  # the same where no decision reads them
 
 
-class Dispatcher:
+class Dispatcher(Generic[Pending]):
     """Queue of requests, and the models that serve them.
 
     `reconcile` makes what is loaded what the controller wants, `assign` gives requests to models,
@@ -53,7 +53,7 @@ class Dispatcher:
     def __init__(
         self,
         controller: ModelPolicy,
-        pool: ModelPool,
+        pool: ModelPool[Pending],
         profiles: Mapping[str, ModelProfile],
         *,
         share: float,
@@ -70,7 +70,7 @@ class Dispatcher:
         """
         self.controller, self.pool = controller, pool
         self.queue: list[Any] = []
-        self.loading: PendingModel | None = None
+        self.loading: Pending | None = None
         self.aborted: list[Any] = []
         self.taken_along = 0
         self.to_audit: list[Any] = []
@@ -90,7 +90,7 @@ class Dispatcher:
         """Load, grow, shrink and free models towards what the controller wants."""
         wanted = self.controller.wanted
         if self.loading is not None and self.loading.choice.model != wanted.model:
-            self._await()  # it has its place, and is freed again if that is needed
+            self._await(self.loading)  # it has its place, and is freed again if that is needed
         if wanted.model not in self.pool.parts:
             if self.loading is None:
                 self._make_room(wanted)
@@ -100,7 +100,7 @@ class Dispatcher:
             nobody = current is None or current.model not in self.pool.parts
             idle = nobody and all(part.idle for part in self.pool.parts.values())
             if self.loading.done() or idle:
-                self._await()
+                self._await(self.loading)
         part = self.pool.parts.get(wanted.model)
         if part is None:
             return
@@ -119,9 +119,8 @@ class Dispatcher:
         if part.depth == wanted.depth and self.controller.current != wanted:
             self.controller.loaded(wanted)
 
-    def _await(self) -> None:
-        loading, self.loading = self.loading, None
-        model = loading.choice.model
+    def _await(self, loading: Pending) -> None:
+        self.loading, model = None, loading.choice.model
         try:
             self.pool.add(loading)
         except (RuntimeError, MemoryError) as error:  # there may be no room, whatever was counted
@@ -305,6 +304,7 @@ class Dispatcher:
         part, profile = self.pool.parts[job.model], self._profiles[job.model]
         count, now = len(job.exits), self._clock()
         seconds = max(now - job.began, 1e-9)
+        assert job.first is not None  # a whole answer has tokens of the model that has it
         each = (now - job.first) / max(count - 1, 1)
         agreement, energy = costs.agreement, costs.energy
         if agreement is None:
@@ -337,7 +337,7 @@ class Dispatcher:
 
     def audit(self, choice: ModelDepth) -> DisagreementBound:
         """Return what audits found of a model's answers at a depth, with its present thresholds."""
-        key = (*choice, self.controller.level(choice.model))
+        key = (choice.model, choice.depth, self.controller.level(choice.model))
         return self.audits.get(key, DisagreementBound())
 
     def audit_next(self) -> None:

@@ -72,7 +72,7 @@ class NvmlMeter:
 def _nvml(numbers: Sequence[int]) -> NvmlMeter | None:
     """Return the meter of GPUs, by their numbers among those that CUDA shows this process."""
     try:
-        import pynvml
+        import pynvml  # pyright: ignore[reportMissingImports]  # an optional package
     except ImportError:
         return None
     try:

@@ -80,7 +80,7 @@ class Expectations(FrozenMappings):
 
     def with_shares(self, model: str, shares: Sequence[float]) -> Expectations:
         """Return these expectations with other shares of a model's tokens by exit."""
-        return self.replaced(shares=self.shares | {model: tuple(shares)})
+        return self.replaced(shares={**self.shares, model: tuple(shares)})
 
     def without(self, model: str) -> Expectations:
         """Return these expectations without a model's shares."""
@@ -103,9 +103,9 @@ class Expectations(FrozenMappings):
         perplexity = telemetry.perplexity / profile.perplexity_at(agreement)
         return self.with_shares(model, shares).replaced(
             length=row.tokens / row.prompts,
-            energy=self.energy | energy,
-            shortfall=self.shortfall | {model: wrong / expected},
-            perplexity=self.perplexity | {model: perplexity},
+            energy={**self.energy, **energy},
+            shortfall={**self.shortfall, model: wrong / expected},
+            perplexity={**self.perplexity, model: perplexity},
         )
 
     def breached(self, model: str, depth: int, seen: float) -> Expectations:

@@ -76,8 +76,10 @@ def change_cost(
     that serves has to be freed.
     """
     profile, current = profiles[choice.model], device.current
-    same = current is not None and current.model == choice.model
-    there = current.depth if same else device.depths.get(choice.model, 0)
+    if current is not None and current.model == choice.model:
+        same, there = True, current.depth
+    else:
+        same, there = False, device.depths.get(choice.model, 0)
     seconds = sum(profile.load[there : choice.depth])
     if same and there <= choice.depth:
         return seconds + device.num_cached_tokens * sum(profile.rebuild[there : choice.depth])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from eejax.helios.choices import Assignment, ControllerOptions, Decision, ModelDepth
 from eejax.helios.disagreement_bound import AnswerAudit, DisagreementBound
@@ -14,12 +14,16 @@ from eejax.helios.objectives import ServiceObjective, Telemetry
 class ModelPolicy(Protocol):
     """The deciding part: a `Controller`, or an object with its interface."""
 
-    current: ModelDepth | None
-    wanted: ModelDepth | None
-    decisions: list[Decision]
-    options: ControllerOptions
-    objective: ServiceObjective | None
-
+    @property
+    def current(self) -> ModelDepth | None: ...
+    @property
+    def wanted(self) -> ModelDepth: ...
+    @property
+    def decisions(self) -> Sequence[Decision]: ...
+    @property
+    def options(self) -> ControllerOptions: ...
+    @property
+    def objective(self) -> ServiceObjective | None: ...
     def holds(self, depths: Mapping[str, int], num_cached_tokens: int) -> None: ...
     def choose(self) -> Assignment: ...
     def best(self, weights: Mapping[str, float]) -> str | None: ...
@@ -41,10 +45,14 @@ class LoadedModel(Protocol):
     room: a slot is free for another request.
     """
 
-    depth: int
-    target_segments: int
-    idle: bool
-    room: bool
+    @property
+    def depth(self) -> int: ...
+    @property
+    def target_segments(self) -> int: ...
+    @property
+    def idle(self) -> bool: ...
+    @property
+    def room(self) -> bool: ...
 
 
 class PendingModel(Protocol):
@@ -53,6 +61,9 @@ class PendingModel(Protocol):
     choice: ModelDepth
 
     def done(self) -> bool: ...
+
+
+Pending = TypeVar("Pending", bound=PendingModel)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -105,7 +116,7 @@ class AnswerCosts(NamedTuple):
     energy: float | None = None
 
 
-class ModelPool(Protocol):
+class ModelPool(Protocol[Pending]):
     """The models on the device, and the requests that run in them.
 
     Attributes:
@@ -113,17 +124,21 @@ class ModelPool(Protocol):
       num_cached_tokens: tokens of the requests in slots, prompts included.
     """
 
-    parts: Mapping[str, LoadedModel]
-    num_cached_tokens: int
+    @property
+    def parts(self) -> Mapping[str, LoadedModel]: ...
+    @property
+    def num_cached_tokens(self) -> int: ...
 
-    def load(self, choice: ModelDepth) -> PendingModel:
+    def load(self, choice: ModelDepth) -> Pending:
         """Start to load a model."""
+        ...
 
-    def add(self, loading: PendingModel) -> None:
+    def add(self, loading: Pending) -> None:
         """Wait for a model that is being loaded, and add it to `parts`."""
 
     def grow(self, choice: ModelDepth) -> str:
         """Start to load more segments of a model; return why that failed, "" where it did not."""
+        ...
 
     def cancel_growth(self, model: str) -> None:
         """Cancel the growth of a model."""
@@ -136,12 +151,15 @@ class ModelPool(Protocol):
 
     def audit_bytes(self, depths: Mapping[str, int]) -> float:
         """Return the most bytes that an audit of any of these models takes beside them."""
+        ...
 
     def start(self, job: Any) -> None:
         """Start a request in the model that has it now."""
 
     def costs(self, job: Any) -> AnswerCosts:
         """Return what was measured of an answer that just finished."""
+        ...
 
     def judge(self, job: Any) -> AnswerAudit:
         """Judge an answer again, by the reference or the whole of the model that gave it."""
+        ...

@@ -46,7 +46,7 @@ class LatenessModel(FrozenMappings):
             return found
         late = sorted(waits)[math.ceil(0.99 * len(waits)) - 1]
         tokens = max(late - telemetry.ttft, 0.0) * telemetry.throughput
-        return found.replaced(ahead=self.ahead | {choice: tokens}, last=choice)
+        return found.replaced(ahead={**self.ahead, choice: tokens}, last=choice)
 
     def of(self, choice: ModelDepth, telemetry: Telemetry) -> float:
         """Predict the seconds to the first token.
@@ -54,7 +54,7 @@ class LatenessModel(FrozenMappings):
         As many tokens are ahead as there were last, or more where there were more with this choice.
         telemetry: of a lone request on it.
         """
-        ahead = max(self.ahead.get(c, 0.0) for c in (choice, self.last))
+        ahead = max(self.ahead.get(c, 0.0) for c in (choice, self.last or choice))
         return telemetry.ttft + ahead / max(telemetry.throughput, 1e-12)
 
     def forget(self, serves: ModelDepth, missed: bool) -> LatenessModel:
@@ -63,7 +63,7 @@ class LatenessModel(FrozenMappings):
         Where the limit was `missed` with it, each time after up to twice as many calls.
         """
         count = min(self.missed.get(serves, 0) + 1, MOST) if missed else 0
-        counts = self.missed | {serves: count}
+        counts = {**self.missed, serves: count}
         ahead = {
             choice: tokens if choice == serves else tokens * 0.5 ** (0.5 ** counts.get(choice, 0))
             for choice, tokens in self.ahead.items()

@@ -99,8 +99,8 @@ class MeasurementSetup:
         else:
             name = largest(self.members)
             log.info("%s: writing texts to measure models on", name)
-            own = dict(slots=self.slots[name], context=self.context)
-            texts = sampled(self.members[name], self.tokenizer, **own)
+            member, slots = self.members[name], self.slots[name]
+            texts = sampled(member, self.tokenizer, slots=slots, context=self.context)
         return [text[: self.context // 2] for text in texts]
 
 
@@ -151,16 +151,17 @@ def measured(
     new = max(min(32, setup.context // 8), 1)
     for i, (name, why) in enumerate(missing.items(), 1):
         member, reference = setup.members[name], setup.reference
-        own = dict(slots=setup.slots[name], context=setup.context, new=new)
+        slots, context = setup.slots[name], setup.context
         at = f"{name}, model {i} of {len(missing)}"
-        log.info("%s: measuring it at %d depths, as %s", at, len(setup.slots[name]), why)
+        log.info("%s: measuring it at %d depths, as %s", at, len(slots), why)
         try:
-            profile = measure(member, texts, batches, **own)
+            profile = measure(member, texts, batches, slots=slots, context=context, new=new)
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
         if reference is not None:
+            own = written(member, texts[:JUDGED], slots=slots, context=context, new=new)
             answers = []
-            for depth, texts_of in written(member, texts[:JUDGED], **own).items():
+            for depth, texts_of in own.items():
                 agreement = 1.0 if depth == profile.exits else profile.agrees[depth - 1]
                 answers += [
                     JudgedAnswer(agreement, reference.auditor.judge(None, prompt, ids))

@@ -52,7 +52,7 @@ class Telemetry:
             require(ok, name, value, "must be a number from 0 on")
 
     def with_overhead(
-        self, seconds: float, energy: float, prompts: int, tokens: float
+        self, seconds: float, energy: float, prompts: float, tokens: float
     ) -> Telemetry:
         """Return telemetry with `seconds` and `energy` spent once for so many prompts.
 
@@ -137,8 +137,10 @@ class ServiceObjective:
     def missed(self, telemetry: Telemetry | None) -> str:
         """Name the limits that are missed, with value and limit; empty where all are kept, and
         where nothing is known."""
+        if telemetry is None:
+            return ""
         found = []
-        for metric, limit in self.limits.items() if telemetry is not None else ():
+        for metric, limit in self.limits.items():
             if self._over(metric, telemetry) > 0:
                 value, bound = getattr(telemetry, metric), "least" if metric in MORE else "most"
                 shown = _told_apart(value, limit)

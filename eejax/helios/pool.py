@@ -209,7 +209,8 @@ class FleetPool:
     def audit_bytes(self, depths: Mapping[str, int]) -> float:
         reference = self._reference
         if reference is not None:
-            return capacity.audit_bytes(reference.config, depths.get(reference.name, 0))
+            loaded = 0 if reference.name is None else depths.get(reference.name, 0)
+            return capacity.audit_bytes(reference.config, loaded)
         configs = {model: self.members[model].config for model in depths}
         return max(capacity.audit_bytes(configs[m], depth) for m, depth in depths.items())
 
@@ -269,7 +270,7 @@ class FleetPool:
             verifier = self._verifiers[name]
         else:
             name, verifier = self._reference.name, self._reference.auditor
-            part = self.parts.get(name)
+            part = None if name is None else self.parts.get(name)
         # What is on its way has its room already, and would be waited for by all that is brought.
         loaded = None if part is None else part.weights
         verdict = verifier.judge(loaded, job.request.prompt, [t.id for t in job.tokens])
@@ -282,10 +283,13 @@ def _slots_of(
     name: str, member: FleetMember, slots: int | Mapping[str, Sequence[int]]
 ) -> tuple[int, ...]:
     """Return a member's slots by depth."""
-    n, mapped = member.config.n_exits + 1, isinstance(slots, Mapping)
-    own = slots.get(name, ()) if mapped else (slots,) * n
+    n = member.config.n_exits + 1
+    if isinstance(slots, Mapping):
+        field, own = f"slots[{name!r}]", slots.get(name, ())
+    else:
+        field, own = "slots", (slots,) * n
     whole = all(isinstance(k, numbers.Integral) and k > 0 for k in own)
     ok = whole and len(own) == n and [*own] == sorted(own, reverse=True)
     allowed = f"must be {n} whole numbers above 0, of which none rises"
-    require(ok, f"slots[{name!r}]" if mapped else "slots", own, allowed, "Give more memory.")
+    require(ok, field, own, allowed, "Give more memory.")
     return tuple(int(k) for k in own)

@@ -87,7 +87,8 @@ def measure(
 
     scores = calibration.score(member.params, member.config, batches)
     rules = {k: v for k, v in member.rules.items() if k != "prefill_exit"}  # of prompts alone
-    leaves = calibration.emitting_exits(scores, **({"threshold": 1.0} | rules))
+    threshold = rules.pop("threshold", 1.0)
+    leaves = calibration.emitting_exits(scores, threshold, **rules)
     same = scores.tokens == scores.tokens[-1]
 
     def share(e, which):
@@ -95,28 +96,29 @@ def measure(
 
     layers = layer_flops(member.config)
     heads = np.diff([0.0, *(token_work(member.config, e).flops for e in range(n))]) - layers
-    values = dict(
-        seconds=steps([row.token for row in rows]),
-        prefill=steps([row.first for row in rows]),
-        load=[row.loaded for row in rows],
-        rebuild=[rows[0].first / rows[0].given, *(row.filled for row in rows[1:])],
-        bytes=np.array(sizes) + steps(outside),
-        energy=layers,
-        heads=heads,
-        sure=[share(e, leaves == e) for e in range(n)],
-        shares=[float((leaves == e).mean()) for e in range(n)],
-        unsure=[share(e, leaves > e) for e in range(n - 1)] + [1.0],
-        agrees=[float(same[e].mean()) for e in range(n)],
-    )
-    most = sum(values["seconds"])
-    ideal = sum(leaving.reach[e] * values["seconds"][e] for e in range(n))
-    by_depth = dict(slots=[row.slots for row in rows], state=[row.state for row in rows])
-    parts = dict(
-        saved=_part(most, leaving.token, ideal),
+    seconds = steps([row.token for row in rows])
+    ideal = sum(leaving.reach[e] * seconds[e] for e in range(n))
+    return ModelProfile(
+        slots=tuple(row.slots for row in rows),
+        state=tuple(row.state for row in rows),
+        seconds=_floats(seconds),
+        prefill=_floats(steps([row.first for row in rows])),
+        load=_floats(row.loaded for row in rows),
+        rebuild=_floats([rows[0].first / rows[0].given, *(row.filled for row in rows[1:])]),
+        bytes=_floats(np.array(sizes) + steps(outside)),
+        energy=_floats(layers),
+        heads=_floats(heads),
+        sure=_floats(share(e, leaves == e) for e in range(n)),
+        shares=_floats((leaves == e).mean() for e in range(n)),
+        unsure=_floats([*(share(e, leaves > e) for e in range(n - 1)), 1.0]),
+        agrees=_floats(same[e].mean() for e in range(n)),
+        saved=_part(sum(seconds), leaving.token, ideal),
         spared=spared(leaving.exits.values(), layers, member.options.cap),
     )
-    values = {name: tuple(map(float, v)) for name, v in values.items()}
-    return ModelProfile(**by_depth, **values, **parts)
+
+
+def _floats(values: Iterable[float]) -> tuple[float, ...]:
+    return tuple(map(float, values))
 
 
 def written(
@@ -138,7 +140,7 @@ def written(
         )
         answers: list[list[int]] = [[] for _ in texts]
         for i, text in enumerate(texts):
-            part.scheduler.add_request(EngineRequest(str(i), text, new))
+            part.scheduler.add_request(EngineRequest(str(i), tuple(text), new))
         for id_, tokens, _ in part.run():
             answers[int(id_)] += [token.id for token in tokens]
         found[depth] = [(text, ids) for text, ids in zip(texts, answers, strict=True) if ids]
@@ -185,7 +187,7 @@ class _Depth:
         count, decoded, begun = 0, None, set()
         self.exits: dict[str, list[int]] = {}
         # Those that begin first go on for long enough to be there with the last.
-        texts = [list(text)[: room // 2] for text in texts]
+        texts = [tuple(text)[: room // 2] for text in texts]
         longest = max(texts, key=len)
         begin = clock()
         scheduler.add_request(EngineRequest("longest", longest, 1, policy))

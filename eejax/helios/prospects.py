@@ -46,7 +46,7 @@ def better_in_quality(state: ControllerState, model: str) -> list[str]:
     """Return other models with better answers than a model's own without exits, best first."""
     found = {m: quality(state, m) for m in state.rules.profiles if m not in state.failing}
     least = quality(state, model)
-    return sorted((m for m in found if found[m] > least), key=found.get, reverse=True)
+    return sorted((m for m in found if found[m] > least), key=found.__getitem__, reverse=True)
 
 
 def level(state: ControllerState, model: str, evaluated: bool = False) -> int:
@@ -72,7 +72,7 @@ def best_loaded(state: ControllerState, weights: Mapping[str, float]) -> str | N
         for model, depth in state.depths.items()
         if model in state.shares
     }
-    return max(ranks, key=ranks.get, default=None)
+    return max(ranks, key=ranks.__getitem__, default=None)
 
 
 def greedy_depth(
@@ -222,10 +222,11 @@ def candidates(state: ControllerState) -> tuple[ControllerState, list[str]]:
     most = None if rules.ranking is None else rules.options.candidates
     ranked = rules.profiles if rules.ranking is None else rules.ranking
     names = [model for model in ranked if model not in state.failing][:most]
-    if state.serving is None:
+    serving = state.serving
+    if serving is None:
         return state, names
-    state, others = contenders(state, [n for n in names if n != state.serving])
-    return state, [state.serving, *others]
+    state, others = contenders(state, [n for n in names if n != serving])
+    return state, [serving, *others]
 
 
 def is_settled(state: ControllerState) -> bool:
@@ -234,5 +235,6 @@ def is_settled(state: ControllerState) -> bool:
     No model may be better than the one that serves, which has no layers to spare. Breaches and
     audits tell if it needs more.
     """
+    assert state.current is not None  # or there is nothing to assess
     model, depth = state.current
     return depth == greedy_depth(state, model) == 1 and candidates(state)[1] == [model]

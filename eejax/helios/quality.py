@@ -123,11 +123,12 @@ def with_benchmarks(
     require(not lacking, "quality", lacking, allowed, fix)
     chosen = tuple(tasks) or tuple(sorted(common))
     require(bool(chosen), "quality", "benchmark", "has no task that all were scored on", fix)
-    metrics = {task: _common_metric(known, task, SCORES) for task in chosen}
-    for task, metric in metrics.items():
+    common_metrics = {task: _common_metric(known, task, SCORES) for task in chosen}
+    for task, metric in common_metrics.items():
         own = "; ".join(f"{name} has {', '.join(sorted(known[name][task]))}" for name in known)
         allowed = f"must have a metric that all models were scored by: {own}"
         require(metric is not None, "quality: task", task, allowed, "Score them by one metric.")
+    metrics = {task: metric for task, metric in common_metrics.items() if metric is not None}
     top_logprobs = {name: _metrics_by_task(scores, name, PERPLEXITIES) for name in profiles}
     texts = set.intersection(*({*found} for found in top_logprobs.values()))
     texts &= {*tasks} if tasks else texts

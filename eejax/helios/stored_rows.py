@@ -101,7 +101,7 @@ def require_equal_exits(found: int, expected: int) -> None:
 def profile_of(text: str) -> ModelProfile:
     """Read a profile that `Repository.keep` wrote. Raises ValueError for another text."""
 
-    def frozen(value):
+    def frozen(value: Any) -> Any:
         return tuple(map(frozen, value)) if isinstance(value, list) else value
 
     try:

@@ -40,15 +40,15 @@ def prompt_arrived(state: ControllerState, time: float) -> Transition:
         seen, serving = state.plan[0], state.serving
         if state.wanted == state.current == seen.choice and seen.left:
             state = state.with_first(evaluations.assign_prompt(seen, time))
-            return Transition(state, assignment=Assignment(state.current, True))
-        if serving in state.depths:
+            return Transition(state, assignment=Assignment(seen.choice, True))
+        if serving is not None and serving in state.depths:
             choice = ModelDepth(serving, state.depths[serving])
             return Transition(state, assignment=Assignment(choice, False))
     else:
         state = prospects.fix_interval(state)
         due = state.prompts > prospects.interval(state) and state.wanted == state.current
         outcome = decisions.assess(state, time) if due else Transition(state)
-    choice = outcome.state.current or outcome.state.wanted
+    choice = outcome.state.current or outcome.state.target
     return outcome._replace(assignment=Assignment(choice, False))
 
 
@@ -87,7 +87,7 @@ def tokens_emitted(
       own: they are of a request with an objective of its own.
     """
     counts = dict(below=state.below + sum(below), emitted=state.emitted + len(below))
-    if state.plan and state.plan[0].choice == state.current and model == state.current.model:
+    if state.plan and state.plan[0].choice == state.current and state.plan[0].model == model:
         seen = evaluations.count_tokens(state.plan[0], () if own else below)
         return Transition(state.with_first(seen).replaced(**counts))
     if own or not state.serves(model):
@@ -106,11 +106,11 @@ def first_token_emitted(
     that. It does not count unless what it waited since then is more than the limit by itself.
     """
     since, limit = time - state.since, state.rules.objective.limits.get("ttft_p99", math.inf)
-    before = seconds > since and since <= limit
-    if before or not state.serves(model) or model not in state.shares:
+    before, current = seconds > since and since <= limit, state.current
+    if before or current is None or not state.serves(model) or model not in state.shares:
         return Transition(state)
-    alone = state.rules.profiles[model].serving(state.shares[model], state.current.depth)
-    lateness = state.expected.lateness.add(state.current, min(seconds, since), alone)
+    alone = state.rules.profiles[model].serving(state.shares[model], current.depth)
+    lateness = state.expected.lateness.add(current, min(seconds, since), alone)
     return Transition(state.replaced(expected=state.expected.replaced(lateness=lateness)))
 
 
@@ -162,9 +162,9 @@ def answers_audited(
     the limit either, better models are evaluated, if there are any, once between two assessments.
     """
     current, allowed = state.current, state.rules.allowed
-    if state.wanted != current or state.plan or model != state.serving:
+    if current is None or state.wanted != current or state.plan or model != state.serving:
         return Transition(state)
-    state = state.replaced(bounds=state.bounds | {model: audit.high})
+    state = state.replaced(bounds={**state.bounds, model: audit.high})
     expected = 1 - prospects.expected_of(state, current)[0].accuracy
     if not strictness.too_many(audit, allowed, expected):
         return Transition(state)
@@ -178,7 +178,7 @@ def answers_audited(
     now = strictness.tightened(now, prospects.level(state, model), current.depth, exits)
     if now is None:
         return Transition(state)
-    state = state.replaced(strictness=state.strictness | {model: now})
+    state = state.replaced(strictness={**state.strictness, model: now})
     state = prospects.fix_interval(state)
     wanted = ModelDepth(model, max(now.least, current.depth))
     telemetry, seconds = prospects.with_cost(state, wanted)

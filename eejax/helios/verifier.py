@@ -63,12 +63,15 @@ class AnswerVerifier:
         there = [layer for segment in loaded.segments for layer in segment]
         rest = unstack_segments(self._host, config, config.n_exits + 1, first=n)
         rest = [layer for segment in rest for layer in segment]
-        for i, layer in enumerate([*there, *rest]):
-            layer = layer if i < len(there) else _brought(layer)
-            x = _through(layer, x, config=config, window=config.window(i), rope=config.rope(i))
-            if i >= len(there):
-                jax.block_until_ready(x)  # it goes before the next one comes
-        del layer
+
+        def run(i: int, layer: Tree, x: jax.Array) -> jax.Array:
+            return _through(layer, x, config=config, window=config.window(i), rope=config.rope(i))
+
+        for i, layer in enumerate(there):
+            x = run(i, layer, x)
+        for i, layer in enumerate(rest, len(there)):
+            # It goes before the next one comes.
+            x = jax.block_until_ready(run(i, _brought(layer), x))
         if "final" not in params:
             params["final"] = _brought(self._host["final"])
         logprob, same = _read(params, x, padded, config=config)
@@ -115,8 +118,8 @@ def _through(layer, x, *, config, window, rope):
         config, positions, key_positions=positions, start=jnp.zeros((1,), jnp.int32)
     )
     buffer = jnp.zeros((kv_heads(config), x.shape[1], config.head_dim), config.dtype)
-    own = dict(window=window, rope=rope, cache=(buffer, buffer))
-    return layers.layer(layer, x, config, context, **own)[0]
+    cache = (buffer, buffer)
+    return layers.layer(layer, x, config, context, window=window, rope=rope, cache=cache)[0]
 
 
 @partial(jax.jit, static_argnames="config")

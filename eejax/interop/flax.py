@@ -9,10 +9,12 @@ from __future__ import annotations
 from functools import cache
 
 from flax import linen as nn
+from flax.core.scope import LazyRng
 from jax import Array, random
 from jax.numpy import zeros
 from jax.tree import map as tree_map
 
+from eejax.common.trees import Tree
 from eejax.models import exits, params, transformer
 from eejax.models.config import ModelConfig
 
@@ -41,8 +43,12 @@ class EarlyExitTransformer(nn.Module):
         dropout rate in the config, `apply` needs `rngs={"dropout": key}`.
         """
         config = self.config
+
         # Flax would fold each parameter's name into the key, which `params.init` does itself.
-        drawn = cache(lambda: params.init(config, self.scope.rngs["params"].as_jax_rng()))
+        @cache
+        def drawn() -> Tree:
+            assert self.scope is not None  # Flax calls bound modules alone
+            return params.init(config, LazyRng.create(self.scope.rngs["params"]).as_jax_rng())
 
         def part(_, name):
             if self.is_initializing():

@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -27,7 +27,7 @@ from tqdm import tqdm
 from eejax import calibration
 from eejax.calibration import ExitScores
 from eejax.checkpoint.language_model import load
-from eejax.common.errors import ConfigError, require, require_count
+from eejax.common.errors import ConfigError, require, require_count, require_given
 from eejax.data import text_behind
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import begun
@@ -39,6 +39,14 @@ SHORTEST = 16  # texts are padded to a power of two from here on
 KEPT = 2  # passes that are remembered: one over texts with a continuation, one over whole texts
 MOST = 256  # tokens of a generation, where neither the task nor the caller says
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+
+
+class _ExitRules(NamedTuple):
+    """Exit rules, as `ExitPolicy.make` takes them; by default no token leaves early."""
+
+    threshold: float | Sequence[float] = 1.0
+    exits: Sequence[int] | None = None
+    gate: str = "max_probability"
 
 
 @register_model("eejax")
@@ -80,7 +88,7 @@ class EarlyExitLM(TemplateLM):
         allow_special: bool = False,
     ):
         super().__init__()
-        require(path is not None, "path", path, "must name a model", "Give path=runs/mine.")
+        path = require_given("path", path, "must name a model", "Give path=runs/mine.")
         require_count("batch_size", batch_size)
         self.model = load(os.fspath(path), tokenizer=tokenizer, dtype=dtype)
         self.config, self.batch_size = self.model.config, batch_size
@@ -112,7 +120,7 @@ class EarlyExitLM(TemplateLM):
 
     def _choose(self, exit, thresholds, gate) -> None:
         exits = list(self.config.exit_boundaries)
-        self._exit, self._rules = len(exits) - 1, {}
+        self._exit, self._rules = len(exits) - 1, _ExitRules()
         self._layers = self._tokens = 0
         if thresholds is None:
             require(gate is None, "gate", gate, "goes with thresholds alone")
@@ -121,13 +129,13 @@ class EarlyExitLM(TemplateLM):
             require(exit in boundaries, "exit", exit, f"must be one of {boundaries}, in layers")
             if exit != exits[-1]:
                 self._exit = exits.index(exit)
-                self._rules = dict(threshold=0.0, exits=[exit], gate="fixed")
+                self._rules = _ExitRules(0.0, [exit], "fixed")
             return
         require(exit is None, "exit", exit, "must be None beside thresholds")
         self._exit = None
-        self._rules = dict(threshold=_numbers(thresholds), gate=gate or "max_probability")
+        rules = self._rules = _ExitRules(_numbers(thresholds), gate=gate or "max_probability")
         try:
-            ExitPolicy.make(self.config, 1, **self._rules)
+            ExitPolicy.make(self.config, 1, rules.threshold, rules.exits, gate=rules.gate)
         except ConfigError as error:  # in the words of this class
             raise ConfigError(f"{error}".replace("threshold =", "thresholds =", 1)) from error
 
@@ -137,8 +145,9 @@ class EarlyExitLM(TemplateLM):
         none."""
         return self._layers / self._tokens if self._tokens else float("nan")
 
+    # lm-eval says that there is one, and lives without it where a task needs none.
     @property
-    def eot_token_id(self) -> int | None:
+    def eot_token_id(self) -> int | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.model.tokenizer.eos_id
 
     @property
@@ -148,13 +157,14 @@ class EarlyExitLM(TemplateLM):
         It is the token that begins texts, else the one that ends them. Raises ConfigError where the
         tokenizer has neither.
         """
-        bos, eos = self.model.tokenizer.bos_id, self.eot_token_id
-        if bos is None and eos is None:
+        bos = self.model.tokenizer.bos_id
+        token = self.eot_token_id if bos is None else bos
+        if token is None:
             raise ConfigError(
                 "tokenizer: has no token that begins or ends a text, which texts without a context "
                 "need: name one that has."
             )
-        return eos if bos is None else bos
+        return token
 
     @property
     def tokenizer_name(self) -> str:
@@ -189,7 +199,7 @@ class EarlyExitLM(TemplateLM):
         found = self._template()
         if found is None:
             raise ConfigError(f"apply_chat_template: {self.model.source} has no chat template.")
-        names = () if self._allow_special else self.model.tokenizer.control
+        names = () if self._allow_special else tuple(self.model.tokenizer.control)
         template = ChatTemplate(*found, names)
         if add_generation_prompt:
             return template.render(chat_history)
@@ -228,7 +238,10 @@ class EarlyExitLM(TemplateLM):
             return [(0.0, True)] * n
         scores = self._scores(pieces, disable_tqdm)
         if self._exit is None:
-            number = calibration.emitting_exits(scores, **self._rules)
+            rules = self._rules
+            number = calibration.emitting_exits(
+                scores, rules.threshold, rules.exits, gate=rules.gate
+            )
         else:
             number = np.full(len(scores), self._exit)
 
@@ -323,7 +336,7 @@ class EarlyExitLM(TemplateLM):
 
     def _settings(self, asked: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `Decoder.generate` for a task's settings."""
-        given = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
+        given: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
         limit, stop_strings = (
             given.pop("max_gen_toks"),
             [stop for stop in given.pop("until") if stop],
@@ -358,7 +371,9 @@ class EarlyExitLM(TemplateLM):
             decode_text=tokenizer.decode,
             prefill_exit=True,
             **settings,
-            **self._rules,
+            threshold=self._rules.threshold,
+            exits=self._rules.exits,
+            gate=self._rules.gate,
         )
         texts = []
         for row in range(len(rows)):
@@ -375,7 +390,7 @@ class EarlyExitLM(TemplateLM):
         self._layers += int(layers.sum())
 
 
-def _numbers(thresholds: float | str | Sequence[float]) -> float | list[float]:
+def _numbers(thresholds: float | str | Sequence[float]) -> float | Sequence[float]:
     """One, or one for each exit."""
     if not isinstance(thresholds, str):
         return thresholds

@@ -60,7 +60,7 @@ def calibrate(
     require_count("length", length)
     length = min(length, model.config.context_length)
     chosen = RouterOptions(**options)
-    source = data.source(text) if isinstance(text, str | list | tuple) else text
+    source = data.source(text) if isinstance(text, str | Sequence) else text
     with tempfile.TemporaryDirectory() as folder:
         packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
         batches = data.batches(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import AsyncGenerator, Sequence
+from typing import NamedTuple, TypeVar
 
 from eejax.common.errors import ConfigError, require
-from eejax.data.tokenizers import Tokenizer
 from eejax.helios.report import CHOOSES
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.policy import ExitPolicy
@@ -21,6 +20,8 @@ from eejax.serving.metrics import ChoiceMetrics
 from eejax.serving.protocol import GenerationRequest
 from eejax.serving.service import EngineUnavailable, Service
 from eejax.serving.text import StreamingDetokenizer
+
+T = TypeVar("T")
 
 FIELDS = dict(
     presence="presence_penalty",
@@ -47,19 +48,20 @@ class ExitDefaults(NamedTuple):
 
 
 class ChoiceDelta(NamedTuple):
-    """More text of choice `index`.
+    """More text of a choice.
 
     Attributes:
+      choice: number of the choice.
       tokens: tokens that the text begins to show.
       finish: why the choice ended, None while it goes on.
-      count: tokens generated so far.
+      num_tokens: tokens generated so far.
     """
 
-    index: int
+    choice: int
     text: str
     tokens: tuple[Token, ...]
     finish: FinishReason | None
-    count: int
+    num_tokens: int
 
 
 def engine_requests(
@@ -86,7 +88,7 @@ def engine_requests(
         f"must have 1 to {most}, as the model's context is {ready.context}",
     )
     least, own = body.min_tokens, body.stop_token_ids or ()
-    require(limit in (None, 0) or least <= limit, "min_tokens", least, f"must be at most {limit}")
+    require(not limit or least <= limit, "min_tokens", least, f"must be at most {limit}")
     ends = set() if body.ignore_eos else {*tokenizer.end_ids}
     stop_token_ids = sorted({*ends, *own})
     require(
@@ -123,12 +125,12 @@ def engine_requests(
         return [
             EngineRequest(
                 request_id=id_,
-                prompt=prompt,
+                prompt=tuple(prompt),
                 max_tokens=room if limit is None else limit,
                 policy=policy,
                 sampling=sampled(i),
                 logits_params=logits_params,
-                stop_token_ids=stop_token_ids,
+                stop_token_ids=tuple(stop_token_ids),
                 priority=body.priority,
                 objective=body.objective,
             )
@@ -186,13 +188,13 @@ async def choice_deltas(
     stop_strings: Sequence[str],
     watched: ChoiceMetrics,
     seconds: float | None = None,
-) -> AsyncIterator[ChoiceDelta]:
+) -> AsyncGenerator[ChoiceDelta, None]:
     """Yield a choice's deltas, the last of which has a `finish`.
 
     The request is ended where it is abandoned, or where a stop string came. Raises as
     `Service.stream`.
     """
-    tokenizer: Tokenizer = service.ready.tokenizer
+    tokenizer = service.require_ready().tokenizer
     revealed = StreamingDetokenizer(tokenizer, stop_strings, request.prompt)
     tokens, num_shown, finish = [], 0, FinishReason.ABORTED
     ends = set(request.stop_token_ids)
@@ -228,7 +230,7 @@ async def choice_deltas(
         watched.end(finish)
 
 
-async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
+async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """Items of several streams as they come. The first error of one ends all of them."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
@@ -237,7 +239,7 @@ async def merged(streams: Sequence[AsyncIterator[Any]]) -> AsyncIterator[Any]:
         return
     queue: asyncio.Queue = asyncio.Queue()
 
-    async def forward(stream: AsyncIterator[Any]) -> None:
+    async def forward(stream: AsyncGenerator[T, None]) -> None:
         try:
             async with contextlib.aclosing(stream) as items:
                 async for item in items:

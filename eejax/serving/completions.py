@@ -8,7 +8,8 @@ import contextlib
 import os.path
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -64,10 +65,9 @@ class ResponseBuilder(abc.ABC):
     def __init__(self, server: ModelServer, body: form.GenerationRequest):
         self.server, self.body, self.begin = server, body, time.monotonic()
         self.service = server.service(body.model)
-        self.ready = server.ready(self.service)
-        self.head = dict(
-            id=f"{self.prefix}-{uuid.uuid4().hex}", created=int(time.time()), model=body.model
-        )
+        self.ready = self.service.require_ready()
+        self.response_id = f"{self.prefix}-{uuid.uuid4().hex}"
+        self.head = dict(id=self.response_id, created=int(time.time()), model=body.model)
         self.prompts: list[list[int]] = []
         self.requests: list[EngineRequest] = []
         self.counts: dict[int, int] = {}
@@ -76,7 +76,7 @@ class ResponseBuilder(abc.ABC):
         """Checks what is asked. Raises for what cannot be answered."""
         self.prompts = await asyncio.to_thread(self.encoded)  # which takes long for long texts
         self.requests = self.server.engine_requests(
-            self.head["id"], self.body, self.prompts, self.limit, self.top_logprobs
+            self.response_id, self.body, self.prompts, self.limit, self.top_logprobs
         )
 
     @property
@@ -97,7 +97,7 @@ class ResponseBuilder(abc.ABC):
     async def whole(self) -> dict:
         """The answer at once."""
 
-    def pieces(self) -> AsyncIterator[ChoiceDelta]:
+    def pieces(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield the deltas of all choices as they come."""
         return self.server.choices(self.body, self.requests, self.begin)
 
@@ -105,14 +105,14 @@ class ResponseBuilder(abc.ABC):
     def part(self, piece: ChoiceDelta) -> dict:
         """Return one choice of a chunk."""
 
-    async def chunks(self) -> AsyncIterator[dict]:
+    async def chunks(self) -> AsyncGenerator[dict, None]:
         head = self.head | dict(object=self.kind_of_chunk)
         options = self.body.stream_options
         counted = options is not None and options.include_usage
         more = dict(usage=None) if counted else {}
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
-                self.counts[piece.index] = piece.count
+                self.counts[piece.choice] = piece.num_tokens
                 for choice in self.parts(piece):
                     yield head | dict(choices=[choice]) | more
         if counted:
@@ -121,15 +121,18 @@ class ResponseBuilder(abc.ABC):
     def parts(self, piece: ChoiceDelta) -> list[dict]:
         return [self.part(piece)]
 
-    async def gathered(self) -> list[tuple[str, list[Token], FinishReason | None]]:
+    async def gathered(self) -> list[tuple[str, list[Token], FinishReason]]:
         """(text, tokens, finish) of every choice."""
-        found: dict[int, tuple[str, list[Token], FinishReason | None]] = {}
+        found: dict[int, tuple[str, list[Token]]] = {}
+        ends: dict[int, FinishReason] = {}
         async with contextlib.aclosing(self.pieces()) as pieces:
-            async for index, text, tokens, finish, count in pieces:
-                before, had, _ = found.get(index, ("", [], None))
-                found[index] = before + text, had + list(tokens), finish
-                self.counts[index] = count
-        return [found[i] for i in sorted(found)]
+            async for choice, text, tokens, finish, num_tokens in pieces:
+                before, had = found.get(choice, ("", []))
+                found[choice] = before + text, had + list(tokens)
+                self.counts[choice] = num_tokens
+                if finish is not None:
+                    ends[choice] = finish
+        return [(*found[i], ends[i]) for i in sorted(found)]
 
     @property
     def special(self) -> dict[str, bool]:
@@ -167,17 +170,27 @@ class CompletionResponse(ResponseBuilder):
         self.begun: set[int] = set()  # choices of which something was told
         self.offsets: dict[int, TokenOffsets] = {}  # of choices
 
-    limit = property(lambda self: self.body.max_tokens)
-    top_logprobs = property(lambda self: self.body.logprobs or 0)
+    @property
+    def limit(self) -> int | None:
+        return self.body.max_tokens
+
+    @property
+    def top_logprobs(self) -> int:
+        return self.body.logprobs or 0
 
     def encoded(self) -> list[list[int]]:
-        prompt, found = self.body.prompt, []
-        listed = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
-        for one in prompt if listed else [prompt]:
-            ids = list(one) if isinstance(one, list) else encode(self.ready, one, **self.special)
-            check_tokens(self.ready, ids, "prompt")
-            found.append(ids)
-        return found
+        prompt = self.body.prompt
+        if isinstance(prompt, str):
+            return [self._encoded(prompt)]
+        ids = [one for one in prompt if isinstance(one, int)]
+        if ids or not prompt:
+            return [self._encoded(ids)]
+        return [self._encoded(one) for one in prompt if not isinstance(one, int)]
+
+    def _encoded(self, prompt: str | list[int]) -> list[int]:
+        ids = encode(self.ready, prompt, **self.special) if isinstance(prompt, str) else prompt
+        check_tokens(self.ready, ids, "prompt")
+        return ids
 
     async def prepare(self) -> None:
         if self.body.max_tokens == 0 and not self.body.echo:
@@ -195,22 +208,22 @@ class CompletionResponse(ResponseBuilder):
 
     async def _scored(self, number: int) -> TextScores | None:
         """Score a prompt, where it is to be repeated with log-probabilities."""
-        prompt, id_ = self.prompts[number], f"{self.head['id']}-score-{number}"
+        prompt, id_ = self.prompts[number], f"{self.response_id}-score-{number}"
         if not self.scores_prompts or len(prompt) < 2:
             return None
         left = self.body.timeout
         left = None if left is None else left - (time.monotonic() - self.begin)
         scores = await self.service.score(
-            id_, prompt, top_logprobs=self.body.logprobs > 0, seconds=left
+            id_, prompt, top_logprobs=self.top_logprobs > 0, seconds=left
         )
         if not np.isfinite(scores.logprob).all():
             finish_reason(FinishReason.ERROR)
         return scores
 
-    def pieces(self) -> AsyncIterator[ChoiceDelta]:
+    def pieces(self) -> AsyncGenerator[ChoiceDelta, None]:
         return self._nothing() if self.body.max_tokens == 0 else super().pieces()
 
-    async def _nothing(self) -> AsyncIterator[ChoiceDelta]:
+    async def _nothing(self) -> AsyncGenerator[ChoiceDelta, None]:
         for index in range(len(self.prompts) * self.body.n):
             yield ChoiceDelta(index, "", (), FinishReason.LENGTH, 0)
 
@@ -230,7 +243,7 @@ class CompletionResponse(ResponseBuilder):
         echoed = self.body.echo and index not in self.begun
         self.begun.add(index)
         shown = self._echoed(prompt, tokens) if echoed else ""
-        choice = dict(
+        choice: dict[str, Any] = dict(
             index=index,
             text=shown + text,
             logprobs=None,
@@ -331,16 +344,16 @@ class ChatResponse(ResponseBuilder):
 
     def parts(self, piece: ChoiceDelta) -> list[dict]:
         first = []
-        if piece.index not in self.begun:
-            self.begun.add(piece.index)
+        if piece.choice not in self.begun:
+            self.begun.add(piece.choice)
             delta = dict(role="assistant", content="")
-            first = [dict(index=piece.index, delta=delta, logprobs=None, finish_reason=None)]
+            first = [dict(index=piece.choice, delta=delta, logprobs=None, finish_reason=None)]
         return [*first, self.part(piece)]
 
     def part(self, piece: ChoiceDelta) -> dict:
         delta = dict(content=piece.text) if piece.text else {}
         return dict(
-            index=piece.index,
+            index=piece.choice,
             delta=delta,
             logprobs=self._logprobs(piece.tokens),
             finish_reason=finish_reason(piece.finish) if piece.finish else None,

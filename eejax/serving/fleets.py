@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from eejax.checkpoint.language_model import LanguageModel, load
-from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.common.errors import ConfigError, require, require_given, require_one_of
 from eejax.common.progress import LOG
 from eejax.data import chat
 from eejax.data.tokenizer_files import TemplateSource
@@ -121,14 +121,14 @@ class ServedFleet:
         check_alike(opened)
         members = {}
         for name, model in opened.items():
-            rules = dict(threshold=self.thresholds.get(name, THRESHOLD))
+            threshold = self.thresholds.get(name, THRESHOLD)
             try:
-                ExitPolicy.make(model.config, 1, **rules)
+                ExitPolicy.make(model.config, 1, threshold)
             except ConfigError as error:
                 raise ConfigError(f"thresholds of {name!r}: {error}") from error
             options = batch_options(model.config, self.chunk)
             params = jax.device_get(model.params)
-            members[name] = FleetMember(params, model.config, rules, options)
+            members[name] = FleetMember(params, model.config, dict(threshold=threshold), options)
         first = next(iter(opened.values()))
         return built(
             members,
@@ -219,7 +219,7 @@ def built(
     budget = aims.options.budget
     reference = reference_of(members, source, judge)
 
-    def beside(name: str) -> Callable[[int], float]:
+    def beside(name: str) -> Callable[[int], int]:
         """Return the bytes that judging an answer takes beside so many segments of a member."""
         of = members[name].config if reference is None else reference.config
 
@@ -248,6 +248,7 @@ def built(
         allowed = "must have a score of perplexity, of a task that all models were scored on"
         require(known or not perplexity, "quality", aims.quality, allowed, "Or take best or judge.")
     elif source.kind == "judge":
+        assert reference is not None  # which judges
         profiles, reference.least = with_ratios(profiles)
     known = evaluated(repository, profiles, source, scores, reference)
     repository = with_profiles(repository, profiles)
@@ -260,7 +261,7 @@ def built(
         for i, (name, member) in enumerate(members.items(), 1):
             at = f"{name}, model {i} of {len(members)}"
             warm_up(member, slots=by_depth[name], context=context, steps=steps, name=at)
-        if judge is not None:
+        if judge is not None and reference is not None:
             for length in audited_lengths(context):
                 reference.auditor.judge(None, [0], [0] * (length - 1))
         controller = Controller(
@@ -294,7 +295,7 @@ def room(
     context: int,
     budget: float,
     name: str = "model",
-    beside: Callable[[int], float] | None = None,
+    beside: Callable[[int], int] | None = None,
 ) -> tuple[int, ...]:
     """Return the slots of a model at each of its depths, none more than at the one before.
 
@@ -325,7 +326,7 @@ def room(
     return found
 
 
-def least(member: FleetMember, context: int, beside: Callable[[int], float] | None = None) -> int:
+def least(member: FleetMember, context: int, beside: Callable[[int], int] | None = None) -> int:
     """Return the bytes of the model with one request, at the depth that takes most.
 
     That is the whole model, unless audits bring more than what is left out at a smaller depth.
@@ -405,7 +406,7 @@ def reference_of(
         return None
     if source.kind == "judge":
         allowed = "must be given to a fleet whose quality is a judge's"
-        require(judge is not None, "judge", judge, allowed)
+        judge = require_given("judge", judge, allowed)
         return ReferenceJudge(on_host(judge.params, judge.config), judge.config)
     name = largest(members)
     if source.names:

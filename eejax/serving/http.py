@@ -12,7 +12,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Request, Response
@@ -31,7 +31,6 @@ from eejax.serving.answers import (
     merged,
     rename_field,
 )
-from eejax.serving.messages import EngineReady
 from eejax.serving.metrics import ChoiceMetrics, ServerMetrics
 from eejax.serving.service import READY, EngineUnavailable, QueueFull, Service
 
@@ -46,7 +45,7 @@ FINISH = {
 }
 """OpenAI's names of how answers end; timeout is eejax's own. Other ends are errors."""
 
-ERRORS = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": form.ErrorResponse, "description": text}
     for status, text in {
         400: "The request cannot be answered as it is.",
@@ -198,28 +197,24 @@ class ModelServer:
             raise APIError(404, message, param="model", code="model_not_found")
         return self.services[model]
 
-    def ready(self, service: Service) -> EngineReady:
-        if service.ready is None:
-            raise EngineUnavailable(f"the engine is {service.state}", service.retry_after)
-        return service.ready
-
     def template(self, model: str) -> ChatTemplate:
         """Return a model's chat template. Raises APIError where it has none."""
         if model not in self._templates:
-            found = self.ready(self.service(model)).template
+            ready = self.service(model).require_ready()
+            found = ready.template
             # Where text of users may hold special tokens, nothing in it is marked.
-            tokenizer = self.ready(self.service(model)).tokenizer
-            names = () if self.options.allow_special else tokenizer.control
+            names = () if self.options.allow_special else tuple(ready.tokenizer.control)
             self._templates[model] = None if found is None else ChatTemplate(*found, names)
-        if self._templates[model] is None:
-            chooses = self.ready(self.service(model)).chooses
+        template = self._templates[model]
+        if template is None:
+            chooses = self.service(model).require_ready().chooses
             where = "the folders of its models" if chooses else "its folder"
             message = (
                 f"model = {model!r}: has no chat template; ask /v1/completions, or put a "
                 f"chat_template.jinja into {where} and start the server again."
             )
             raise APIError(400, message, param="model", code="no_chat_template")
-        return self._templates[model]
+        return template
 
     def engine_requests(
         self,
@@ -236,10 +231,8 @@ class ModelServer:
         Raises for a request that could never be accepted, however idle the engine is.
         """
         service = self.service(body.model)
-        ready, defaults = (
-            self.ready(service),
-            self.options.defaults.get(body.model, ExitDefaults()),
-        )
+        ready = service.require_ready()
+        defaults = self.options.defaults.get(body.model, ExitDefaults())
         n, count, most = body.n, len(prompts), self.options.prompts
         if n > self.options.n:
             raise APIError(400, f"n = {n}: must be at most {self.options.n}.", param="n")
@@ -267,11 +260,11 @@ class ModelServer:
 
     def choices(
         self, body: form.GenerationRequest, requests: Sequence[EngineRequest], begin: float
-    ) -> AsyncIterator[ChoiceDelta]:
+    ) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield the deltas of all choices. begin: arrival of the request, by `time.monotonic`."""
         service = self.service(body.model)
 
-        def one(index: int, request: EngineRequest) -> AsyncIterator[ChoiceDelta]:
+        def one(index: int, request: EngineRequest) -> AsyncGenerator[ChoiceDelta, None]:
             prompt = 0 if index % body.n else len(request.prompt)
             seen = ChoiceMetrics(self.metrics, body.model, begin, prompt)
             return choice_deltas(service, request, index, body.stop_strings, seen, body.timeout)
@@ -433,7 +426,7 @@ async def while_connected(request: Request, work: Coroutine) -> Any:
         await asyncio.gather(task, leaving, return_exceptions=True)
 
 
-async def streamed(request: Request, chunks: AsyncIterator[dict]) -> Response:
+async def streamed(request: Request, chunks: AsyncGenerator[dict, None]) -> Response:
     """Server-sent events of chunks, then [DONE]; an error before the first is a plain answer."""
 
     async def one() -> dict:
@@ -445,7 +438,7 @@ async def streamed(request: Request, chunks: AsyncIterator[dict]) -> Response:
         await chunks.aclose()
         raise
 
-    async def events() -> AsyncIterator[str]:
+    async def events() -> AsyncGenerator[str, None]:
         async with contextlib.aclosing(chunks):
             try:
                 yield event(first)

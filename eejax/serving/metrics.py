@@ -28,13 +28,13 @@ class ServerMetrics:
         self.histories: collections.defaultdict[str, LoadHistory] = collections.defaultdict(
             LoadHistory
         )
-        own = dict(labelnames=("model",), registry=self.registry)
 
         def gauge(name, text):
-            return Gauge(f"eejax_{name}", text, **own)
+            return Gauge(f"eejax_{name}", text, ("model",), registry=self.registry)
 
         def times(name, text, buckets):
-            return Histogram(f"eejax_{name}_seconds", text, buckets=buckets, **own)
+            name, registry = f"eejax_{name}_seconds", self.registry
+            return Histogram(name, text, ("model",), buckets=buckets, registry=registry)
 
         def count(name, text, *labels):
             return Counter(f"eejax_{name}", text, ("model", *labels), registry=self.registry)

@@ -3,46 +3,85 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     ValidationInfo,
-    WithJsonSchema,
     model_validator,
 )
+from pydantic_core import CoreSchema, core_schema
 
 from eejax.gates.confidence import GATES
 from eejax.helios.fleet import OWN
 from eejax.inference.logits_params import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
+
+T = TypeVar("T")
 
 TOKEN = Annotated[int, Field(ge=0, lt=2**31)]
 SHARE = Annotated[float, Field(ge=0, le=1)]
 STRINGS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], Field(max_length=16)]
 
 
-def unsupported_field(what: str, *values: Any) -> Any:
-    """Return the type of a field that is not supported.
+class OrDefault:
+    """Metadata of a field that has its default where a request says null (`_default`)."""
 
-    It accepts null and the value that asks for nothing, which many clients send. what: names the
-    unsupported feature in the error.
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        return {"anyOf": [handler(schema), {"type": "null"}]}
+
+
+Nullable = Annotated[T, OrDefault()]
+
+
+class OneOf:
+    """Metadata of a text that must be one of some."""
+
+    def __init__(self, *texts: str):
+        self._texts = texts
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.literal_schema([*self._texts])
+
+
+class Unsupported:
+    """Metadata of a field that is not supported.
+
+    It accepts null and the values that ask for nothing, which many clients send.
     """
 
-    def check(value: Any, info: ValidationInfo) -> Any:
-        if any(type(value) is type(own) and value == own for own in values):
+    def __init__(self, what: str, *values: Any):
+        """Name the unsupported feature, as an error does, and the values that ask for nothing."""
+        self._what, self._values = what, values
+
+    def _check(self, value: Any, info: ValidationInfo) -> Any:
+        if any(type(value) is type(own) and value == own for own in self._values):
             return value
         said = json.dumps(value, default=str)
         said = said if len(said) <= 80 else said[:77] + "..."
-        allowed = "".join(f" or say {json.dumps(own)}" for own in values)
+        allowed = "".join(f" or say {json.dumps(own)}" for own in self._values)
         raise ValueError(
-            f"{info.field_name} = {said}: {what} not supported: leave it out{allowed}."
+            f"{info.field_name} = {said}: {self._what} not supported: leave it out{allowed}."
         )
 
-    schema = {"enum": [None, *values], "description": f"Not supported: {what.split(' ')[0]}."}
-    return Annotated[Any, AfterValidator(check), WithJsonSchema(schema)]
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return AfterValidator(self._check).__get_pydantic_core_schema__(source, handler)
+
+    def __get_pydantic_json_schema__(
+        self, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> dict[str, Any]:
+        feature = self._what.split(" ")[0]
+        return {"enum": [None, *self._values], "description": f"Not supported: {feature}."}
 
 
 class RequestModel(BaseModel):
@@ -66,17 +105,17 @@ class GenerationRequest(RequestModel):
     """
 
     model: str
-    temperature: float | None = Field(1.0, ge=0, le=100)
-    top_p: float | None = Field(1.0, gt=0, le=1)
-    top_k: int | None = Field(0, ge=-1, lt=2**31, description="0 or -1: off.")
-    min_p: float | None = Field(0.0, ge=0, le=1)
-    n: int | None = Field(1, ge=1)
+    temperature: Nullable[float] = Field(1.0, ge=0, le=100)
+    top_p: Nullable[float] = Field(1.0, gt=0, le=1)
+    top_k: Nullable[int] = Field(0, ge=-1, lt=2**31, description="0 or -1: off.")
+    min_p: Nullable[float] = Field(0.0, ge=0, le=1)
+    n: Nullable[int] = Field(1, ge=1)
     stop: Annotated[str, Field(min_length=1, max_length=256)] | STRINGS | None = None
     stop_token_ids: Annotated[list[TOKEN], Field(max_length=8)] | None = None
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    presence_penalty: float | None = Field(0.0, ge=-2, le=2)
-    frequency_penalty: float | None = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float | None = Field(1.0, gt=0, le=100)
+    presence_penalty: Nullable[float] = Field(0.0, ge=-2, le=2)
+    frequency_penalty: Nullable[float] = Field(0.0, ge=-2, le=2)
+    repetition_penalty: Nullable[float] = Field(1.0, gt=0, le=100)
     logit_bias: (
         Annotated[
             dict[
@@ -87,9 +126,9 @@ class GenerationRequest(RequestModel):
         ]
         | None
     ) = None
-    min_tokens: int | None = Field(0, ge=0, lt=2**31)
-    ignore_eos: bool | None = False
-    stream: bool | None = False
+    min_tokens: Nullable[int] = Field(0, ge=0, lt=2**31)
+    ignore_eos: Nullable[bool] = False
+    stream: Nullable[bool] = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, max_length=512, description="Not looked at.")
     safety_identifier: str | None = Field(None, max_length=512, description="Not looked at.")
@@ -97,23 +136,23 @@ class GenerationRequest(RequestModel):
     prompt_cache_key: str | None = Field(None, max_length=512, description="Not looked at.")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Not looked at.")
     prompt_cache_retention: str | None = Field(None, description="Not looked at.")
-    store: unsupported_field("keeping answers is", False) = None
-    service_tier: unsupported_field("tiers of service are", "auto", "default") = None
-    priority: int | None = Field(0, ge=-1000, le=1000, description="Higher ones come first.")
+    store: Annotated[Any, Unsupported("keeping answers is", False)] = None
+    service_tier: Annotated[Any, Unsupported("tiers of service are", "auto", "default")] = None
+    priority: Nullable[int] = Field(0, ge=-1000, le=1000, description="Higher ones come first.")
     timeout: float | None = Field(None, gt=0, le=86400, description="Seconds until it ends.")
     engine: Literal["recompute", "full"] | None = Field(
         None, description="full: no token leaves before the last layer."
     )
-    gate: Literal[GATES] | None = None
+    gate: Annotated[str, OneOf(*GATES)] | None = None
     thresholds: SHARE | list[SHARE] | None = Field(
         None, description="One for all exits, or one for each; 1 lets none leave."
     )
     exits: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
         None, description="Boundaries of the exits that tokens may leave by."
     )
-    min_layers: int | None = Field(0, ge=0, lt=2**31)
-    return_exits: bool | None = False
-    objective: Literal[OWN] | None = Field(
+    min_layers: Nullable[int] = Field(0, ge=0, lt=2**31)
+    return_exits: Nullable[bool] = False
+    objective: Annotated[str, OneOf(*OWN)] | None = Field(
         None, description="Of this request, in place of the server's; only where it chooses."
     )
 
@@ -140,11 +179,11 @@ class CompletionRequest(GenerationRequest):
     """Body of `POST /v1/completions`; prompts are texts or token ids, one or several."""
 
     prompt: str | list[str] | list[TOKEN] | list[list[TOKEN]]
-    max_tokens: int | None = Field(16, ge=0, lt=2**31)
+    max_tokens: Nullable[int] = Field(16, ge=0, lt=2**31)
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    echo: bool | None = False
+    echo: Nullable[bool] = False
     best_of: int | None = Field(None, ge=1, description="Not supported, but as many as `n`.")
-    suffix: unsupported_field("text before a suffix is", "") = None
+    suffix: Annotated[Any, Unsupported("text before a suffix is", "")] = None
 
     @model_validator(mode="after")
     def _best(self) -> CompletionRequest:
@@ -174,29 +213,31 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
-    logprobs: bool | None = False
+    logprobs: Nullable[bool] = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     documents: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool | None = True
-    continue_final_message: bool | None = Field(
+    add_generation_prompt: Nullable[bool] = True
+    continue_final_message: Nullable[bool] = Field(
         False, description="The answer goes on with the last message."
     )
     tools: list[dict[str, Any]] | None = Field(
         None, description="For the chat template alone: with tool_choice = none."
     )
-    tool_choice: unsupported_field("having a tool called is", "none", "auto") = None
+    tool_choice: Annotated[Any, Unsupported("having a tool called is", "none", "auto")] = None
     parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
-    functions: unsupported_field("calling functions is", []) = None
-    function_call: unsupported_field("calling functions is", "none", "auto") = None
-    response_format: unsupported_field("another format than text is", {"type": "text"}) = None
-    modalities: unsupported_field("another modality than text is", ["text"]) = None
-    audio: unsupported_field("audio is") = None
-    prediction: unsupported_field("predicted output is") = None
-    web_search_options: unsupported_field("searching the web is") = None
-    moderation: unsupported_field("moderation is") = None
-    reasoning_effort: unsupported_field("an effort of reasoning is", "none") = None
-    verbosity: unsupported_field("a verbosity is", "medium") = None
+    functions: Annotated[Any, Unsupported("calling functions is", [])] = None
+    function_call: Annotated[Any, Unsupported("calling functions is", "none", "auto")] = None
+    response_format: Annotated[
+        Any, Unsupported("another format than text is", {"type": "text"})
+    ] = None
+    modalities: Annotated[Any, Unsupported("another modality than text is", ["text"])] = None
+    audio: Annotated[Any, Unsupported("audio is")] = None
+    prediction: Annotated[Any, Unsupported("predicted output is")] = None
+    web_search_options: Annotated[Any, Unsupported("searching the web is")] = None
+    moderation: Annotated[Any, Unsupported("moderation is")] = None
+    reasoning_effort: Annotated[Any, Unsupported("an effort of reasoning is", "none")] = None
+    verbosity: Annotated[Any, Unsupported("a verbosity is", "medium")] = None
 
     @model_validator(mode="after")
     def _asked(self) -> ChatRequest:

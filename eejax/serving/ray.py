@@ -60,7 +60,7 @@ def application(
     # A service refuses what is too much by itself, in OpenAI's form: Ray must not hold it back. A
     # request has one prompt at least, so that one model's queue is full before these are used up.
     ongoing = sum(model.slots + options.waiting for model in models.values()) + SPARE
-    own = dict(
+    own: dict[str, Any] = dict(
         name="eejax",
         max_ongoing_requests=ongoing,
         health_check_period_s=PERIOD,
@@ -76,10 +76,10 @@ def application(
             backpressure_config=dict(status_code=503, retry_after_s=1),
         )
     try:
-        made = serve.deployment(Replica, **(own | deployment))
+        made = serve.deployment(**(own | deployment))(Replica)
     except (TypeError, ValueError) as error:
-        options = f"deployment = {deployment!r}: must be what ray.serve.deployment takes ({error})."
-        raise ConfigError(options) from error
+        message = f"deployment = {deployment!r}: must be what ray.serve.deployment takes ({error})."
+        raise ConfigError(message) from error
     return made.bind(dict(models), options, http)
 
 
@@ -190,14 +190,14 @@ def build(args: dict[str, Any]) -> serve.Application:
     if unknown := set(options.thresholds) - set(options.models):
         raise ConfigError(f"thresholds: names {sorted(unknown)}, which `models` does not.")
     keys = [key.strip() for key in os.environ.get("EEJAX_KEYS", "").split(",")]
+    defaults = {
+        name: ExitDefaults(options.thresholds.get(name, 1.0), drafts=model.drafts)
+        for name, model in options.models.items()
+    }
     http = dataclasses.replace(
         options.http,
         keys=options.http.keys or tuple(filter(None, keys)),
-        defaults={
-            name: ExitDefaults(options.thresholds.get(name, 1.0), drafts=model.drafts)
-            for name, model in options.models.items()
-        }
-        | options.http.defaults,
+        defaults={**defaults, **options.http.defaults},
     )
     return application(options.models, options.service, http, **options.deployment)
 

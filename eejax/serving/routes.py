@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import importlib.resources
 import time
-from typing import Annotated
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 
 import eejax
 from eejax.helios.fleet import OWN
+from eejax.helios.report import FleetReport
+from eejax.models.config import ModelConfig
 from eejax.serving import history
 from eejax.serving import protocol as form
 from eejax.serving.completions import (
@@ -22,7 +25,8 @@ from eejax.serving.completions import (
     encode,
 )
 from eejax.serving.http import ERRORS, ModelServer, streamed, while_connected
-from eejax.serving.service import DRAINING, Service
+from eejax.serving.messages import EngineReady
+from eejax.serving.service import DRAINING
 
 router = APIRouter()
 
@@ -61,7 +65,7 @@ async def dashboard(server: Own) -> dict:
 
 def shown(server: ModelServer, name: str) -> dict:
     service, load = server.services[name], server.services[name].load
-    fields = dict(
+    fields: dict[str, Any] = dict(
         state=service.state,
         restarts=service.restarts,
         running=load.running,
@@ -74,23 +78,23 @@ def shown(server: ModelServer, name: str) -> dict:
         fields |= dict(
             layers=ready.config.n_layers,
             exit_boundaries=ready.exit_boundaries,
-            loaded=loaded_layers(service),
+            loaded=loaded_layers(ready, service.report),
             slots=ready.slots,
             context=ready.context,
         )
-        if ready.chooses:
-            fields["fleet"] = fleet_state(server, name)
+        if ready.models is not None:
+            fields["fleet"] = fleet_state(server, name, ready.models)
     return fields
 
 
-def loaded_layers(service: Service) -> int:
+def loaded_layers(ready: EngineReady, report: FleetReport | None) -> int:
     """Return the number of loaded layers of what serves."""
-    if service.report is not None:
-        return service.report.layers
-    return service.ready.config.exit_boundaries[service.ready.depth - 1]
+    if report is not None:
+        return report.layers
+    return ready.config.exit_boundaries[ready.depth - 1]
 
 
-def fleet_state(server: ModelServer, name: str) -> dict:
+def fleet_state(server: ModelServer, name: str, models: Mapping[str, ModelConfig]) -> dict:
     """Return a fleet's models, what serves, and its last decisions, the newest last."""
     service = server.services[name]
     decisions = [
@@ -100,13 +104,13 @@ def fleet_state(server: ModelServer, name: str) -> dict:
             model=d.choice.model,
             why=d.why,
             seconds=d.seconds,
-            layers=service.ready.models[d.choice.model].exit_boundaries[d.choice.depth - 1],
+            layers=models[d.choice.model].exit_boundaries[d.choice.depth - 1],
         )
         for d in server.metrics.histories[name].decisions
     ]
     timeline = server.metrics.histories[name].timeline.curves()
     fields = dict(
-        members=fleet_members(service), objectives=OWN, decisions=decisions, timeline=timeline
+        members=fleet_members(models), objectives=OWN, decisions=decisions, timeline=timeline
     )
     if service.report is not None:
         report = service.report._asdict()
@@ -114,11 +118,11 @@ def fleet_state(server: ModelServer, name: str) -> dict:
     return fields
 
 
-def fleet_members(service: Service) -> dict[str, dict]:
+def fleet_members(models: Mapping[str, ModelConfig]) -> dict[str, dict]:
     """Return layers and exits of a fleet's models."""
     return {
         name: dict(layers=config.n_layers, exits=[e.boundary for e in config.exits])
-        for name, config in service.ready.models.items()
+        for name, config in models.items()
     }
 
 
@@ -144,7 +148,7 @@ async def metrics(server: Own) -> Response:
     """Return Prometheus metrics."""
     for name, service in server.services.items():
         if service.ready is not None:
-            server.metrics.depth.labels(name).set(loaded_layers(service))
+            server.metrics.depth.labels(name).set(loaded_layers(service.ready, service.report))
     page, kind = server.metrics.exposition()
     return Response(page, headers={"Content-Type": kind})
 
@@ -155,10 +159,9 @@ def about(server: ModelServer, name: str) -> dict:
     if ready is not None:
         exits = [e.boundary for e in ready.config.exits]
         fields |= dict(max_model_len=ready.context, layers=ready.config.n_layers, exits=exits)
-        if ready.chooses:
-            fields |= dict(
-                exits=ready.exit_boundaries[:-1], members=fleet_members(server.services[name])
-            )
+        if ready.models is not None:
+            members = fleet_members(ready.models)
+            fields |= dict(exits=ready.exit_boundaries[:-1], members=members)
     return fields
 
 
@@ -175,7 +178,7 @@ async def model(name: str, server: Own) -> dict:
 
 @router.post("/tokenize", responses=ERRORS)
 async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
-    ready = server.ready(server.service(body.model))
+    ready = server.service(body.model).require_ready()
     # Of any length: clients cut documents by their tokens.
     how = dict(limited=False, begins=body.add_special_tokens)
     how |= dict(allow_special=server.options.allow_special)
@@ -187,7 +190,7 @@ async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
 async def tokenizer_info(server: Own, model: str | None = None) -> dict:
     """Ids of the tokens that begin and end a text. Names there are none of: to `/tokenize` they
     are plain text, so that clients would make other ids of them."""
-    ready = server.ready(server.service(model))
+    ready = server.service(model).require_ready()
     return dict(
         bos_token=None,
         bos_token_id=ready.tokenizer.bos_id,
@@ -199,7 +202,7 @@ async def tokenizer_info(server: Own, model: str | None = None) -> dict:
 
 @router.post("/detokenize", responses=ERRORS)
 async def detokenize(body: form.DetokenizeRequest, server: Own) -> dict:
-    ready = server.ready(server.service(body.model))
+    ready = server.service(body.model).require_ready()
     check_tokens(ready, body.tokens, "tokens")
     return {"prompt": await asyncio.to_thread(ready.tokenizer.decode, body.tokens)}
 

@@ -14,7 +14,7 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from multiprocessing import resource_tracker
 from typing import Any
 
@@ -113,7 +113,8 @@ class Service:
         clock: Callable[[], float] = time.monotonic,
     ):
         self.options = options or ServiceOptions()
-        self.state, self.ready, self.load = STOPPED, None, EngineLoad(0, 0, 0, 0)
+        self.state, self.load = STOPPED, EngineLoad(0, 0, 0, 0)
+        self.ready: EngineReady | None = None  # what the last engine said
         self.report: FleetReport | None = None  # the last one
         self.failure = ""  # why the last engine ended
         self._pause = self.options.first_pause  # seconds before the next start
@@ -122,7 +123,7 @@ class Service:
         self._watch = watch or (lambda name, value: None)
         self._requests: dict[str, _PendingRequest] = {}
         self._leaving: set[str] = set()  # aborted requests that the engine may still have
-        self._engine = None
+        self._engine: _EngineProcess | None = None
         self._changed = asyncio.Event()
         self._supervisor: asyncio.Task | None = None
 
@@ -130,9 +131,9 @@ class Service:
         """Starts the engine and waits until it is ready. Raises RuntimeError where it is not to be
         had, with the reason."""
         self._set(STARTING)
-        await self._launch()
+        ready = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise())
-        return self.ready
+        return ready
 
     async def stop(self, grace: float | None = None) -> None:
         """Take no more requests, give those there are their `grace`, and end the engine."""
@@ -158,10 +159,16 @@ class Service:
         """Seconds after which to ask again, from how long the last engine took to start."""
         return self._pause + (0.0 if self.ready is None else self.ready.seconds)
 
+    def require_ready(self) -> EngineReady:
+        """Return `ready`. Raises EngineUnavailable where no engine was ready yet."""
+        if self.ready is None:
+            raise EngineUnavailable(f"the engine is {self.state}", self.retry_after)
+        return self.ready
+
     @property
     def max_requests(self) -> int:
         """Most requests at a time."""
-        slots = self.ready.slots if self.report is None else self.report.slots
+        slots = self.require_ready().slots if self.report is None else self.report.slots
         return slots + self.options.waiting
 
     @property
@@ -171,7 +178,7 @@ class Service:
 
     async def stream(
         self, request: EngineRequest, *, seconds: float | None = None
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request, the last of which has a `finish`.
 
         Leaving the iteration aborts the request. `seconds`: it ends with "deadline" after this
@@ -221,7 +228,8 @@ class Service:
     def _admit(
         self, message: EngineRequest | ScoreRequest, seconds: float | None
     ) -> _PendingRequest:
-        if self.state != READY:
+        engine = self._engine
+        if self.state != READY or engine is None:
             raise EngineUnavailable(f"the engine is {self.state}", self.retry_after)
         if len(self._requests) >= self.max_requests:
             raise QueueFull(f"{self.max_requests} requests are under way", 1.0)
@@ -232,7 +240,7 @@ class Service:
         if seconds is not None:
             loop = asyncio.get_running_loop()
             pending.deadline = loop.call_later(max(seconds, 0), self._expire, pending)
-        self._engine.send(message)
+        engine.send(message)
         return pending
 
     def _expire(self, request: _PendingRequest) -> None:
@@ -308,7 +316,7 @@ class Service:
         self.state = state
         self._watch("state", state)
 
-    async def _launch(self) -> None:
+    async def _launch(self) -> EngineReady:
         engine = _EngineProcess(self._build, self.options.steps)
         self._engine, self.report = engine, None
         loop = asyncio.get_running_loop()
@@ -344,14 +352,17 @@ class Service:
         self.ready, self._ended = ready, ended
         if self.state != DRAINING:
             self._set(READY)
+        return ready
 
     async def _supervise(self) -> None:
         """Starts another engine whenever one ends."""
         first, longest = self.options.first_pause, self.options.longest_pause
         while True:
             began = self._clock()
-            await self._end_of(self._engine)
-            engine, self._engine = self._engine, None
+            engine = self._engine
+            assert engine is not None  # which was launched
+            await self._end_of(engine)
+            self._engine = None
             if self.state != DRAINING:
                 self._set(DEAD)
             self.failure = await asyncio.to_thread(engine.end)
@@ -410,7 +421,7 @@ class _EngineProcess:
     def send(self, message: Any) -> None:
         self._outbox.put(message)
 
-    def listen(self, hear: Callable[[Any], None]) -> None:
+    def listen(self, hear: Callable[[Any], object]) -> None:
         """Call hear(message) in a thread for each message, and hear(None) at the end."""
 
         def read() -> None:

@@ -94,8 +94,10 @@ class _LogForwarder(logging.Handler):
 
 def end_with_parent() -> None:
     """End this process when its parent ends, even while it loads or compiles."""
-    multiprocessing.parent_process().join()
-    os._exit(1)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 class EngineWorker:
@@ -185,7 +187,8 @@ class EngineWorker:
 
     def step(self) -> list[RequestRefused | ScoreReply | StepReport]:
         """Run a step, score at most one text so that slots go on, and return messages."""
-        outgoing, self._refused = self._refused, []
+        outgoing: list[RequestRefused | ScoreReply] = [*self._refused]
+        self._refused = []
         if self._scores:
             outgoing.append(self._scored(self._scores.pop(0)))
         # A fleet loads what is wanted while nobody asks, too.

@@ -63,8 +63,8 @@ def incomparable(path: pathlib.Path, config: ModelConfig) -> str:
     if params.count(config) > MOST_PARAMETERS:
         return f"it has more than {MOST_PARAMETERS:.0e} parameters, too many to be held twice"
     try:
-        import torch  # noqa: F401
-        from transformers import AutoConfig
+        import torch  # noqa: F401  # pyright: ignore[reportMissingImports]  # may be missing
+        from transformers import AutoConfig  # pyright: ignore[reportMissingImports]
     except ImportError:
         return "transformers and torch are not installed"
     try:
@@ -120,8 +120,8 @@ def verified(
     path = raw.path.parent
     if why := incomparable(path, config):
         return Found(config, False, f"which nothing was compared with ({why})", why)
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]  # `incomparable` imported them
+    import transformers  # pyright: ignore[reportMissingImports]
 
     say("opening it with transformers, to compare")
     try:

@@ -46,12 +46,13 @@ class Leaf(NamedTuple):
         numbers = range(self.layers)[index[0]]
         sizes = (len(range(n)[cut]) for n, cut in zip(shape[1:], index[1:], strict=True))
         shape = (len(numbers), *sizes)
+        whole = None
         for row, i in enumerate(numbers):
             values = self.one(i)[index[1:]]  # before room is made: files of other sizes end here
-            if row == 0:
+            if whole is None:
                 whole = np.empty(shape, dtype)
             whole[row] = values
-        return whole
+        return np.empty(shape, dtype) if whole is None else whole
 
     def at(self, at: tuple[np.ndarray, ...]) -> np.ndarray:
         """Values at index arrays, as they are stored. Layers are asked for in order."""
@@ -387,7 +388,7 @@ def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared
 def _beside(side: sidecar.Sidecar, name: str, shape: tuple[int, ...]) -> Leaf:
     """A leaf of the side file; where the vocabulary is padded further than there, with 0."""
 
-    def one(_: None) -> np.ndarray:
+    def one(_: int | None) -> np.ndarray:
         a = np.asarray(side.reader(name)(()))
         if a.shape == shape:
             return a
@@ -409,10 +410,11 @@ def _placed(struct: jax.ShapeDtypeStruct, leaf: Leaf, dtype: Any) -> jax.Array:
     """The leaf, each part of which is read once and given to all devices that hold it."""
     held: dict[str, np.ndarray] = {}
 
-    def part(index: tuple[slice, ...]) -> np.ndarray:
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
         key = str(index)
         if key not in held:
-            held[key] = leaf.part(index, struct.shape, dtype)
+            whole = (slice(None),) * len(struct.shape)
+            held[key] = leaf.part(whole if index is None else index, struct.shape, dtype)
         return held[key]
 
     return jax.make_array_from_callback(struct.shape, struct.sharding, part, dtype=dtype)

@@ -241,7 +241,8 @@ def parts(raw: Raw, stack: Stack, d: int) -> dict[str, str]:
     found: dict[str, str] = {}
     weights = [n.removesuffix(".weight") for n in stack.shapes if not n.endswith("bias")]
     for name in weights:
-        shape = stack.shapes.get(f"{name}.weight", stack.shapes.get(name))
+        weight = f"{name}.weight"
+        shape = stack.shapes[weight if weight in stack.shapes else name]
         last = name.rsplit(".", 1)[-1]
         table = PARTS if len(shape) == 2 or "norm" in last and "attn" in name else NORMS
         if len(shape) == 1 and not re.fullmatch(PARTS[1][1] + "|" + PARTS[2][1], last):

@@ -51,7 +51,7 @@ def read_rotary(
                 f"must be called rope_type: transformers overlooks it in a {raw('model_type')}",
             )
         sliding = raw.table("rope_parameters.sliding_attention")
-        rope = raw.table("rope_parameters.full_attention") | scaling
+        rope = {**raw.table("rope_parameters.full_attention"), **scaling}
         if (kind := _kind(sliding)) != "default":
             told = "rope_parameters.sliding_attention.rope_type"
             raise raw.refuse(told, kind, "cannot be represented; must be 'default'")
@@ -106,11 +106,11 @@ def _scaling(raw: Raw, rope: Mapping[str, Any], kind: str, where: str, one: bool
         values |= dict(
             beta_fast=rope.get("beta_fast") or 32.0, beta_slow=rope.get("beta_slow") or 1.0
         )
-        _usual_yarn(raw, rope, where)
+        _usual_yarn(raw, rope, where, values["factor"])
     return values
 
 
-def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str) -> None:
+def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str, factor: float) -> None:
     """Refuses an attention that is scaled by another number than Peng et al. 2023 (eq. 22) have,
     and a range of frequencies that is not rounded."""
     if rope.get("truncate", True) is not True:
@@ -123,7 +123,7 @@ def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str) -> None:
             raise raw.refuse(f"{where}.{name}", value, "must be a number")
 
     def scale(m):
-        return 1.0 if given["factor"] <= 1 else 0.1 * m * math.log(given["factor"]) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * m * math.log(factor) + 1.0
 
     name, found = "attention_factor", given["attention_factor"]
     if found is None and given["mscale"] and given["mscale_all_dim"]:
@@ -133,7 +133,7 @@ def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str) -> None:
             f"{where}.{name}",
             rope[name],
             f"cannot be represented: attention is scaled by {found:.6g}, and not by the "
-            f"{scale(1.0):.6g} of factor {given['factor']}",
+            f"{scale(1.0):.6g} of factor {factor}",
         )
 
 

@@ -109,17 +109,17 @@ def _fresh(path: pathlib.Path) -> pathlib.Path:
 def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]:
     """The family, and config.json's values, which it reads as `config`. Raises ConfigError."""
     if name is not None:
-        require_one_of("family", name, sorted(FAMILIES))
+        require_one_of("family", name, tuple(sorted(FAMILIES)))
     told = []
     for family in [FAMILIES[name]] if name else FAMILIES.values():
         try:
             values = family.write(config)
             back = family.read(Raw(pathlib.Path(CONFIG), values))
             differ = sidecar.differences(config, sidecar.plain(back))
+            if not differ:
+                return family, values
         except (CheckpointError, ConfigError) as error:
             differ = str(error)
-        if not differ:
-            return family, values
         told.append(
             (max(1, differ.count(" and not ")), f"{family.model_type}: {differ.rstrip('.')}")
         )
@@ -135,6 +135,7 @@ def tensors(config: ModelConfig, tree: Tree, family: Family) -> Iterator[tuple[s
     for rule in family.rules(config, None):
         for i in range(config.n_layers) if rule.layered else [None]:
             leaves = tuple(np.asarray(jax.device_get(_leaf(tree, rule, o, i))) for o in rule.ours)
+            assert rule.write is not None, rule.theirs  # another rule has its leaves
             made = rule.write(config, leaves)
             for name, tensor in zip(rule.theirs, made, strict=True):
                 yield name.format(i=i), tensor

@@ -160,11 +160,11 @@ def smollm3_written(config: ModelConfig) -> Values:
     )
 
 
-def gemma_more(raw: Raw, **rotary: float) -> Values:
+def gemma_more(raw: Raw, theta: float = 10000.0, local: float | None = None) -> Values:
     bias = raw("attention_bias", False)
     return dict(
         embedding_scale=math.sqrt(raw("hidden_size")),
-        rotary=read_rotary(raw, **rotary),
+        rotary=read_rotary(raw, theta, local=local),
         qkv_bias=bias,
         o_bias=bias,
     )
@@ -177,8 +177,8 @@ def gemma1_more(raw: Raw) -> Values:
     return gemma_more(raw) | (dict(activation="gelu_tanh") if legacy else {})
 
 
-def gemma2_more(raw: Raw, **rotary: float) -> Values:
-    return gemma_more(raw, **rotary) | dict(
+def gemma2_more(raw: Raw, theta: float = 10000.0, local: float | None = None) -> Values:
+    return gemma_more(raw, theta, local) | dict(
         attention_scale=raw.positive("query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=raw.windows(4096, lambda i: i % 2 == 0),
         # null is no cap; left out, it is the family's

@@ -55,16 +55,17 @@ class Sidecar(NamedTuple):
 
     def reader(self, name: str):
         """Return a leaf's reader. Raises CheckpointError if it is missing or of another shape."""
-        shape = self.shapes[name]
+        shape, tensors = self.shapes[name], self.tensors
+        assert tensors is not None  # which hold what `shapes` tells of
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
-            found = self.tensors.names().get(name)
+            found = tensors.names().get(name)
             if found != shape:
                 raise CheckpointError(
                     f"{WEIGHTS}: {name} is {found or 'missing'}, where {SETTINGS} tells of "
                     f"{shape}: the two are of different models."
                 )
-            return self.tensors.read(name)[index]
+            return tensors.read(name)[index]
 
         return read
 
