@@ -1,7 +1,7 @@
 """Standard tasks of EleutherAI's lm-eval, by every exit of a model and at every threshold.
 
-    python -P -m experiments.score_tasks --model=runs/mine --tasks=arc_easy,lambada_openai
-    python -P -m experiments.score_tasks --model=runs/mine --tasks=mine --include_path=tasks \
+    eejax grade --model=runs/mine --tasks=arc_easy,lambada_openai
+    eejax grade --model=runs/mine --tasks=mine --include_path=tasks \
         --exits=6,12 --thresholds=0.5,0.9
 
 Needs `pip install -e '.[eval]'`. One table: a row for each exit and threshold, a column for each
@@ -23,8 +23,8 @@ import sys
 from absl import flags
 
 from eejax.common.errors import ConfigError
+from eejax.experiments import launch
 from eejax.gates.confidence import GATES
-from experiments import launch
 
 _MODEL = flags.DEFINE_string(
     "model", None, "A run's workdir, a Hugging Face folder, or a name on the Hub."

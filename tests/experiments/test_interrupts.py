@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from experiments import interrupts
+from eejax.experiments import interrupts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
@@ -47,7 +47,7 @@ def started(name, folder, flags):
             "-X",
             "importtime",
             "-m",
-            f"experiments.{name}",
+            f"eejax.experiments.{name}",
             *(flag.format(folder=folder) for flag in LAUNCHERS[name]),
         ],
         cwd=ROOT,
@@ -89,7 +89,9 @@ def interrupt_while_importing(name, folder, draw, one_device):
     """Behind a drawn number of imports, from that of the package of launchers on."""
     flags = os.environ | {"XLA_FLAGS": one_device}
     with started(name, folder, flags) as (process, lines):
-        until(lambda: any(line.endswith(" experiments.interrupts\n") for line in lines), process)
+        until(
+            lambda: any(line.endswith(" eejax.experiments.interrupts\n") for line in lines), process
+        )
         wanted = len(lines) + draw.randrange(1, 700)
         until(lambda: len(lines) >= wanted, process, 20)
         ended = process.poll() is not None
@@ -183,7 +185,7 @@ def test_wherever_it_is_raised(body, line):
     program = f"""
 import os, signal, sys
 from absl import app
-from experiments import launch
+from eejax.experiments import launch
 
 def hit(*_):
     os.kill(os.getpid(), signal.SIGINT)
