@@ -84,18 +84,20 @@ def main() -> None:
 
 def usage(group: str = "") -> str:
     """Describe the commands whose names begin with `group`, one a line."""
-    named = {name: line for name, (_, line) in COMMANDS.items() if name.startswith(group)}
+    named = {
+        name.removeprefix(group): line
+        for name, (_, line) in COMMANDS.items()
+        if name.startswith(group)
+    }
     width = max(map(len, named))
-    lines = [f"  {name:{width}}  {line}" for name, line in named.items()]
-    return "\n".join(
-        [
-            f"Usage: eejax {group}COMMAND [FLAGS]",
-            f"`eejax {group}COMMAND --help` describes a command and its flags.",
-            "",
-            "Commands:",
-            *lines,
-        ]
+    lines = (
+        f"Usage: eejax {group}COMMAND [FLAGS]",
+        f"`eejax {group}COMMAND --help` describes a command and its flags.",
+        "",
+        "Commands:",
+        *(f"  {name:{width}}  {line}" for name, line in named.items()),
     )
+    return "\n".join(lines)
 
 
 def is_group(group: str) -> bool:

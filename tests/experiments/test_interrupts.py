@@ -31,7 +31,7 @@ LAUNCHERS = {
     "generate": ("--workdir={folder}", "--prompt=a"),
     "serve": ("--model=m={folder}", "--port=0"),
     "calibrate": ("--base={folder}", "--workdir={folder}/new"),
-    "tune_exits": ("--base={folder}", "--exits=1", "--workdir={folder}/new"),
+    "tune": ("--base={folder}", "--exits=1", "--workdir={folder}/new"),
     "sweep": ("--workdir={folder}",),
     "quickstart": ("--tiny", "--workdir={folder}/run"),
 }
@@ -39,7 +39,7 @@ LAUNCHERS = {
 
 @contextlib.contextmanager
 def started(name, folder, flags):
-    """(the process, the lines that it wrote, growing). Python writes a line for each import."""
+    """(the command, the lines that it wrote, growing). Python writes a line for each import."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -47,7 +47,8 @@ def started(name, folder, flags):
             "-X",
             "importtime",
             "-m",
-            f"eejax.experiments.{name}",
+            "eejax",
+            name,
             *(flag.format(folder=folder) for flag in LAUNCHERS[name]),
         ],
         cwd=ROOT,
