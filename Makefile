@@ -43,7 +43,7 @@ $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
 
 # glibc returns a step's large buffers to the system and faults them in again; larger pages fault less.
 quickstart: env
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/python -m experiments.quickstart
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/eejax quickstart
 
 # Most of the time goes into compiling programs that run once: they are compiled with less care.
 test: env

@@ -1,1 +1,1 @@
-"""Experiments, one a file: `get_config()` gives what `experiments.train --config=` takes."""
+"""Experiments, one a file: `get_config()` gives what `eejax train --config=` takes."""

@@ -1,6 +1,6 @@
 """EE-LLM's 13B model (Chen et al., ICML 2024, Figure 7): exits at 1/4 and 1/2 of its depth.
 
-    python -m experiments.plan --config=configs/ee_llm_13b.py \\
+    eejax plan --config=configs/ee_llm_13b.py \\
         --config.mesh.pipe=4 --config.mesh.model=2
 
 As configs/ee_llm_7b.py in the size of the authors' script, which cuts each replica into 4 pipeline
@@ -11,7 +11,7 @@ our own to expect.
 
 from ml_collections import ConfigDict
 
-from configs import ee_llm_7b
+from eejax.configs import ee_llm_7b
 
 
 def get_config() -> ConfigDict:

@@ -1,20 +1,19 @@
 """EE-LLM's 1.3B model (Chen et al., ICML 2024, section 5.1): exits at 1/4 and 1/2 of its depth.
 
-    python -m experiments.train --config=configs/ee_llm_1b3.py --workdir=runs/ee_llm_1b3 \\
+    eejax train --config=configs/ee_llm_1b3.py --workdir=runs/ee_llm_1b3 \\
         --config.data.source='/data/text/**/*.txt' --config.data.tokenizer=/data/tokenizer.json
 
 The exits are minimalistic, an output embedding and no norm, and all output embeddings are tied to
 the input embedding. Loss weights 1/4 and 1/2. 72,000 steps are the 300 billion tokens that the
 model, one of the two of section 5.2's inference experiments, was trained on. Settings as in
-configs/common.py; `python -m
-experiments.describe --config=configs/ee_llm_1b3.py` gives parameters, floating-point operations and
-memory. The paper finds the final exit's loss close to that of the same model without exits. Not run
-by us: we have no figure of our own to expect.
+configs/common.py; `eejax describe --config=configs/ee_llm_1b3.py` gives parameters, floating-point
+operations and memory. The paper finds the final exit's loss close to that of the same model without
+exits. Not run by us: we have no figure of our own to expect.
 """
 
 from ml_collections import ConfigDict
 
-from configs import common
+from eejax.configs import common
 
 
 def get_config() -> ConfigDict:

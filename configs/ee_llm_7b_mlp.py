@@ -1,6 +1,6 @@
 """EE-LLM's 7B model with larger exits (Chen et al., ICML 2024, Appendix B.3): norm and MLP.
 
-    python -m experiments.train --config=configs/ee_llm_7b_mlp.py --workdir=runs/ee_llm_7b_mlp \\
+    eejax train --config=configs/ee_llm_7b_mlp.py --workdir=runs/ee_llm_7b_mlp \\
         --config.data.source='/data/text/**/*.txt' --config.data.tokenizer=/data/tokenizer.json
 
 As configs/ee_llm_7b.py, but each exit has an MLP and a norm before its output embedding. Our MLP
@@ -12,7 +12,7 @@ have no result to expect.
 
 from ml_collections import ConfigDict
 
-from configs import ee_llm_7b
+from eejax.configs import ee_llm_7b
 
 
 def get_config() -> ConfigDict:

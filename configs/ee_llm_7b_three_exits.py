@@ -1,6 +1,6 @@
 """EE-LLM's 7B model with three exits and tied embeddings (Chen et al., ICML 2024, Appendix B.3).
 
-    python -m experiments.train --config=configs/ee_llm_7b_three_exits.py \\
+    eejax train --config=configs/ee_llm_7b_three_exits.py \\
         --workdir=runs/ee_llm_7b_three_exits \\
         --config.data.source='/data/text/**/*.txt' --config.data.tokenizer=/data/tokenizer.json
 
@@ -12,7 +12,7 @@ us: we have no result to expect.
 
 from ml_collections import ConfigDict
 
-from configs import ee_llm_7b
+from eejax.configs import ee_llm_7b
 
 
 def get_config() -> ConfigDict:

@@ -1,6 +1,6 @@
 """GPT-2 small's shape (Radford et al. 2019) with early exits at a quarter and half of its depth.
 
-    python -m experiments.train --config=configs/gpt2_small_ee.py --workdir=runs/gpt2_small_ee \\
+    eejax train --config=configs/gpt2_small_ee.py --workdir=runs/gpt2_small_ee \\
         --config.data.source='/data/text/**/*.txt' --config.data.tokenizer=/data/tokenizer.json
 
 Exit weights and Adam's settings are those of EE-LLM (section 5.1): 1/4 and 1/2, 0.9 / 0.95 / 1e-8,

@@ -1,6 +1,6 @@
 """OPT-1.3B with early exits, one of the two models HELIOS serves (Kumar et al. 2025, Table 2).
 
-    python -m experiments.train --config=configs/helios_opt_1b3.py --workdir=runs/helios_opt_1b3 \\
+    eejax train --config=configs/helios_opt_1b3.py --workdir=runs/helios_opt_1b3 \\
         --config.train.base=facebook/opt-1.3b --config.data.tokenizer=/data/tokenizer.json \\
         --config.data.source="('/data/redpajama/*.jsonl', '/data/pile/*.jsonl')"
 
@@ -12,7 +12,7 @@ run by us: we have no result to expect.
 
 from ml_collections import ConfigDict
 
-from configs import common
+from eejax.configs import common
 
 
 def get_config() -> ConfigDict:

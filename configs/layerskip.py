@@ -1,6 +1,6 @@
 """LayerSkip's recipe on a trained model (Elhoushi et al. 2024, section 4.1).
 
-    python -m experiments.train --config=configs/layerskip.py:12 --workdir=runs/layerskip \\
+    eejax train --config=configs/layerskip.py:12 --workdir=runs/layerskip \\
         --config.train.base=models/tinylm --config.data.source='texts/*.txt'
 
 The argument is the number of the base's layers; `:30,tied` says too that its head is tied to the
@@ -14,7 +14,7 @@ Ours: exits at every second boundary and not behind every layer, the learning ra
 
 from ml_collections import ConfigDict
 
-from configs import finetune
+from eejax.configs import finetune
 
 E_SCALE = 0.2
 

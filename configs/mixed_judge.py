@@ -1,6 +1,6 @@
 """A model without exits that judges what the two of `mixed_small.py` and `mixed_large.py` write.
 
-    python -m experiments.train --config=configs/mixed_judge.py --workdir=runs/mixed_judge \\
+    eejax train --config=configs/mixed_judge.py --workdir=runs/mixed_judge \\
         --config.data.tokenizer=runs/mixed_small/tokenizer
 
 Of another depth and from other random numbers, on the same text. Expected: 4.88 nats a token, in 13
@@ -9,7 +9,7 @@ minutes on 2 cores.
 
 from ml_collections import ConfigDict
 
-from configs import mixed_small
+from eejax.configs import mixed_small
 
 
 def get_config() -> ConfigDict:

@@ -1,6 +1,6 @@
 """The larger one of two models that are served together: 12 layers, one and a half times as wide.
 
-    python -m experiments.train --config=configs/mixed_large.py --workdir=runs/mixed_large \\
+    eejax train --config=configs/mixed_large.py --workdir=runs/mixed_large \\
         --config.data.tokenizer=runs/mixed_small/tokenizer
 
 The text and the tokenizer are those of `mixed_small.py`, which is trained first. Expected: 4.48
@@ -10,7 +10,7 @@ on 2 cores.
 
 from ml_collections import ConfigDict
 
-from configs import mixed_small
+from eejax.configs import mixed_small
 
 
 def get_config() -> ConfigDict:

@@ -1,16 +1,16 @@
 """The smaller one of two models that are served together: 8 layers, text of many kinds.
 
-    EEJAX_DATA=DATA python -m experiments.task_text --output=runs/tasks.jsonl
-    python -m experiments.train --config=configs/mixed_small.py --workdir=runs/mixed_small
+    EEJAX_DATA=DATA eejax task-text --output=runs/tasks.jsonl
+    eejax train --config=configs/mixed_small.py --workdir=runs/mixed_small
 
-What `experiments.bench_helios` chooses from, with `mixed_large.py`. The byte-pair tokenizer of
+What `eejax bench helios` chooses from, with `mixed_large.py`. The byte-pair tokenizer of
 2,048 tokens is trained on the same text. Expected: 4.62, 4.53 and 4.47 nats a token of held-out
 text at the exits, after 13 minutes on 2 cores.
 """
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from eejax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

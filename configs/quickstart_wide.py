@@ -1,15 +1,15 @@
 """The quickstart's model at twice the width, with exits after layers 3 and 6.
 
-    python -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
+    eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
 
-What `experiments.bench_engines` and `bench_batched` measure: a row more costs a wider model less on
+What `eejax bench engines` and `bench batched` measure: a row more costs a wider model less on
 a CPU, and its weights (38 million) do not fit a processor's cache. Expected: about 10 minutes on 2
 cores.
 """
 
 from ml_collections import ConfigDict
 
-from configs import quickstart
+from eejax.configs import quickstart
 
 
 def get_config() -> ConfigDict:

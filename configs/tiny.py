@@ -1,6 +1,6 @@
 """The smallest run that uses everything: for tests, and to see that an installation works.
 
-    python -m experiments.train --config=configs/tiny.py --workdir=runs/tiny
+    eejax train --config=configs/tiny.py --workdir=runs/tiny
 
 Expected: under a minute on 2 cores, most of it compilation; the final exit's validation loss falls
 from 5.5 to below 3.5 nats per byte.

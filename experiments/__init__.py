@@ -1,8 +1,8 @@
-"""Launchers: python -m experiments.NAME --config=configs/NAME.py --workdir=runs/NAME."""
+"""Launchers, which the command `eejax` runs by their names (`command.py`)."""
 
 import sys
 
 if sys.argv[0] == "-m":  # Python looks for the launcher: this process is one
-    from experiments import interrupts
+    from eejax.experiments import interrupts
 
     interrupts.install()

@@ -1,7 +1,7 @@
 """Continuous batching: `batched`, in which every request exits by itself, beside batches of `full`.
 
-    python -P -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
-    python -P -m experiments.bench_batched --workdir=runs/wide --json
+    eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
+    eejax bench batched --workdir=runs/wide --json
 
 Prompts of held-out text, greedy, float32, in interleaved pairs after warm-up; ratios are medians
 over pairs with 95 % bootstrap intervals. All engines read the same arrays of layers.
@@ -31,9 +31,9 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import held_out, launch
-from experiments.batch_runs import SteadyBatch, roofline, serve
-from experiments.decode_times import with_layers_of
+from eejax.experiments import held_out, launch
+from eejax.experiments.batch_runs import SteadyBatch, roofline, serve
+from eejax.experiments.decode_times import with_layers_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")

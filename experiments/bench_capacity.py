@@ -1,6 +1,6 @@
 """Count requests that fit beside a part of a model, and beside all of it.
 
-    python -P -m experiments.bench_capacity --json
+    eejax bench capacity --json
 
 `batch_ratio`: the geometric mean of `ratio` over models and contexts: requests beside the layers up
 to an exit over requests beside the whole model, in --budget bytes. The models are those of HELIOS
@@ -32,8 +32,8 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import require
-from experiments import launch
-from experiments.capacity_models import depths, llama, models, requests_that_fit
+from eejax.experiments import launch
+from eejax.experiments.capacity_models import depths, llama, models, requests_that_fit
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _BUDGET = flags.DEFINE_float("budget", 40e9, "Bytes for weights and requests.", lower_bound=1.0)

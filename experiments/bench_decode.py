@@ -1,6 +1,6 @@
 """Decoding speed beside transformers, and what an early exit saves against the bytes it spares.
 
-    python -P -m experiments.bench_decode --json
+    eejax bench decode --json
 
 needs the peers of `make bench-env`. GPT-2-small's shape with random weights, float32, batch 1,
 greedy. Both libraries hold the same weights (checked: they generate the same tokens) and use the
@@ -23,7 +23,7 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import launch, peer_device
+from eejax.experiments import launch, peer_device
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 15, "Pairs of runs to time.", lower_bound=2)

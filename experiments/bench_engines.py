@@ -1,7 +1,7 @@
 """Engines of one device on a trained model: speed, agreement, and whether skipping explains it.
 
-    python -P -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
-    python -P -m experiments.bench_engines --workdir=runs/wide --json
+    eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
+    eejax bench engines --workdir=runs/wide --json
 
 On prompts of held-out text, greedy, batch 1, float32, engines in interleaved pairs with `full`
 after warm-up; every ratio is a median over pairs, with a 95 % bootstrap interval. All engines read
@@ -33,8 +33,8 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import held_out, launch, step_costs
-from experiments.decode_times import TimedDecoding, with_layers_of
+from eejax.experiments import held_out, launch, step_costs
+from eejax.experiments.decode_times import TimedDecoding, with_layers_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")

@@ -1,6 +1,6 @@
 """Choosing model and depth while serving, beside models that serve as they are.
 
-    python -P -m experiments.bench_helios --small=runs/mixed_small --large=runs/mixed_large \\
+    eejax bench helios --small=runs/mixed_small --large=runs/mixed_large \\
         --judge=runs/mixed_judge --json
 
 All of $EEJAX_DATA/mixed_prompts, 100 tokens each, greedy, through one process on the cores it is
@@ -38,7 +38,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import require
-from experiments import launch
+from eejax.experiments import launch
 
 _SMALL = flags.DEFINE_string("small", None, "A training run, or a model's folder.")
 _LARGE = flags.DEFINE_string("large", None, "Another, of the same tokenizer.")
@@ -97,7 +97,7 @@ def main() -> None:
 
 def check_flags() -> None:
     """Raise ConfigError for useless values, before any model is opened."""
-    from experiments.helios_runs import ORDERS
+    from eejax.experiments.helios_runs import ORDERS
 
     told = f"must be of {', '.join(ORDERS)}, one at least"
     known = bool(_ORDERS.value) and {*_ORDERS.value} <= {*ORDERS}
@@ -117,6 +117,7 @@ class Bench:
 
     def __init__(self):
         from eejax.checkpoint.language_model import load
+        from eejax.experiments.helios_runs import Judges, fitted, prompts
         from eejax.helios.measurements import encoded, windows
         from eejax.helios.pool import FleetMember
         from eejax.helios.profiles import measure
@@ -124,7 +125,6 @@ class Bench:
         from eejax.inference.slot_engine import STEPS_PER_CALL
         from eejax.serving.fleets import check_alike, room, warm_up
         from eejax.serving.models import batch_options
-        from experiments.helios_runs import Judges, fitted, prompts
 
         paths = {"small": _SMALL.value, "large": _LARGE.value}
         if _JUDGE.value:
@@ -183,7 +183,7 @@ class Bench:
         It is the one that a share --early of the tokens reach which the model writes with its first
         exit alone.
         """
-        from experiments.helios_runs import StaticModel, drive
+        from eejax.experiments.helios_runs import StaticModel, drive
 
         first = StaticModel(name, self.members[name], 1, 1.0, **self.making(name))
         _, answers = drive(first, dict(enumerate(texts)), _NEW.value)
@@ -195,7 +195,7 @@ class Bench:
 
     def statics(self) -> dict:
         """Policies that do not choose: (server, slots) by name."""
-        from experiments.helios_runs import StaticModel
+        from eejax.experiments.helios_runs import StaticModel
 
         found = {}
         for name, member in self.members.items():
@@ -214,11 +214,11 @@ class Bench:
         return found
 
     def chosen(self, objective: str, limits: dict | None = None, kind=None, **options):
+        from eejax.experiments.helios_runs import ControlledFleet, Stopwatch
         from eejax.helios.choices import ControllerOptions
         from eejax.helios.controller import Controller
         from eejax.helios.objectives import ServiceObjective
         from eejax.helios.repository import Repository
-        from experiments.helios_runs import ControlledFleet, Stopwatch
 
         repository, watch = Repository.of(self.profiles), Stopwatch()
         controller = (kind or Controller)(
@@ -234,7 +234,7 @@ class Bench:
 
     def through(self, policies: dict, order: str, blocks: int, clients: int | None = None) -> dict:
         """{policy: [(seconds, answers) of each block]}, policies in turn."""
-        from experiments.helios_runs import drive, ordered
+        from eejax.experiments.helios_runs import drive, ordered
 
         indices = ordered(self.tasks, order)
         parts = np.array_split(indices, blocks)
@@ -256,7 +256,7 @@ class Bench:
 
     def told(self, name: str, rows: list) -> dict:
         """Return the result of a policy's blocks."""
-        from experiments.helios_runs import answer_bytes, answer_flops, fleet_flops
+        from eejax.experiments.helios_runs import answer_bytes, answer_flops, fleet_flops
 
         answers = [a for _, more in rows for a in more]
         seconds = sum(s for s, _ in rows)
@@ -321,7 +321,7 @@ class Bench:
 
     def run(self) -> dict:
         from eejax.analysis import total_ratio
-        from experiments.helios_runs import RandomPolicy
+        from eejax.experiments.helios_runs import RandomPolicy
 
         def interval(r):
             return {"ratio": r.median, "interval": [r.low, r.high]}

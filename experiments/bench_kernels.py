@@ -1,7 +1,7 @@
 """The kernels beside XLA's own operations, on a GPU of NVIDIA's.
 
-    python -P -m experiments.bench_kernels --json
-    python -P -m experiments.bench_kernels --ops=norm_router,head_confidence
+    eejax bench kernels --json
+    eejax bench kernels --ops=norm_router,head_confidence
 
 Of every op, dtype and size: `error`, the largest difference from the op's definition in float32,
 beside that of XLA's own (`reference_error`), and `differ`, the share of whole numbers that are not
@@ -38,9 +38,9 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError
+from eejax.experiments import launch
+from eejax.experiments.gpu_check import sanitizer as tools
 from eejax.kernels.specs import OPS
-from experiments import launch
-from experiments.gpu_check import sanitizer as tools
 
 DECODE_STEP = "decode_step"
 _OPS = flags.DEFINE_list(

@@ -1,6 +1,6 @@
 """Cost of early exits on a pipeline in memory and time, and the error of its simulator.
 
-    python -P -m experiments.bench_pipeline --json
+    eejax bench pipeline --json
 
 One configuration throughout, EE-LLM's 1.3B depth and width on four stages (Chen et al., ICML 2024):
 d 2048, 24 layers, 2048 tokens, minimalistic exits at 1/4 and 1/2 of the depth, that is at the
@@ -192,9 +192,9 @@ def memory(compiled) -> int:
 def timings(scale: int, pairs: int) -> dict:
     """All that is timed, by two processes: each for itself, then both as stages."""
     from eejax.analysis import median_ratio
+    from eejax.experiments import slot_costs
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.simulate import simulate
-    from experiments import slot_costs
 
     by_itself = on_processes(alone, scale, pairs)
     stages = on_processes(together, scale, pairs)
@@ -230,7 +230,7 @@ def timings(scale: int, pairs: int) -> dict:
 
 def one_microbatch(parts) -> float:
     """Return the time of a microbatch's operations and exchanges on three stages, one by one."""
-    from experiments import slot_costs
+    from eejax.experiments import slot_costs
 
     n = slot_costs.STAGES
     costs = parts.costs((LAYERS,) * n, (0, 1, 0))
@@ -240,7 +240,7 @@ def one_microbatch(parts) -> float:
 
 def resampled(slots: dict, remat: str = "none") -> list:
     """`MicrobatchCosts` of repetitions drawn anew (bootstrap)."""
-    from experiments import slot_costs
+    from eejax.experiments import slot_costs
 
     n = len(slots[None])
     picks = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))
@@ -295,8 +295,8 @@ def alone(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     rank, _, scale, pairs = arguments
     start(rank, devices=3)
 
+    from eejax.experiments import slot_costs
     from eejax.sharding.mesh import MeshConfig
-    from experiments import slot_costs
 
     # Three stages on one core, of which one has work at a time: all operations are timed alike.
     model = slot_costs.three_stages(model_config(scale, (0,), 2, "float32"), LAYERS)
@@ -317,9 +317,9 @@ def together(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
     from eejax.analysis import interleave
+    from eejax.experiments import slot_costs
     from eejax.pipeline.schedule import ScheduleStep, one_f_one_b
     from eejax.sharding.mesh import MeshConfig
-    from experiments import slot_costs
 
     runs, sizes = {}, {}
     for exits in (False, True):
@@ -347,13 +347,13 @@ def single(scale: int, pairs: int) -> tuple[dict[str, np.ndarray], float]:
     import jax.numpy as jnp
 
     from eejax.analysis import interleave
+    from eejax.experiments import slot_costs
     from eejax.losses.objective import CROSS_ENTROPY
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.sharding.mesh import MeshConfig
     from eejax.train import step
     from eejax.train.scope import Scope
     from eejax.train.state import TrainState
-    from experiments import slot_costs
 
     model, length = model_config(scale, (LAYERS // 2,), 1, "float32"), 2048 // scale
     pipeline, parameters = slot_costs.pipelined(

@@ -1,7 +1,7 @@
 """Routers of a pretrained model beside those of the package tide-inference, on the same weights.
 
-    make bench-env && python -P -m experiments.bench_routers --json
-    python -P -m experiments.bench_routers --json --tuned=runs/tuned     # tuned exits too
+    make bench-env && eejax bench routers --json
+    eejax bench routers --json --tuned=runs/tuned     # tuned exits too
 
 The model is a plain checkpoint of bytes ($EEJAX_DATA/models/tinylm) and the text one file, of which
 the last --unseen bytes are what everything is judged on: neither the model nor a router has seen
@@ -32,8 +32,8 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError
-from experiments import launch, peer_device
-from experiments.windows import BATCH, LENGTH, batches, cut, divided, given, prompts
+from eejax.experiments import launch, peer_device
+from eejax.experiments.windows import BATCH, LENGTH, batches, cut, divided, given, prompts
 
 _MODEL = flags.DEFINE_string("model", None, "A checkpoint of bytes; tinylm by default.")
 _TEXT = flags.DEFINE_string("text", None, "Its text; tinyshakespeare by default.")
@@ -42,7 +42,7 @@ _WINDOWS = flags.DEFINE_integer("windows", 400, "To calibrate on.", lower_bound=
 _EPOCHS = flags.DEFINE_integer("epochs", 12, "Of our training.", lower_bound=1)
 _PAIRS = flags.DEFINE_integer("pairs", 12, "Pairs of runs to time.", lower_bound=2)
 _NEW = flags.DEFINE_integer("new", 96, "Tokens of a timed run.", lower_bound=8)
-_TUNED = flags.DEFINE_string("tuned", None, "A run of experiments.tune_exits, or routers on it.")
+_TUNED = flags.DEFINE_string("tuned", None, "A run of eejax tune, or routers on it.")
 _TIDE = flags.DEFINE_bool("tide", True, "Compare with tide-inference.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 
@@ -171,7 +171,7 @@ def of_tuned(judged: np.ndarray):
 
     run = load_run(_TUNED.value)
     if not run.config.exits:
-        raise ConfigError(f"--tuned = {_TUNED.value}: has no exits. Run experiments.tune_exits.")
+        raise ConfigError(f"--tuned = {_TUNED.value}: has no exits. Run eejax tune.")
     gate = "router" if "router" in available_gates(run.config) else "max_probability"
     scores = calibration.score(run.params, run.config, batches(judged))
     told = {"gate": gate, "auc": aucs(scores, gate), "oracle_depth": oracle(scores)}

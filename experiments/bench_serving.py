@@ -1,7 +1,7 @@
 """Cost of the server: tokens a second through HTTP beside the engine's own, and latency by load.
 
-    python -P -m experiments.train --config=configs/quickstart_wide.py --workdir=runs/wide
-    python -P -m experiments.bench_serving --workdir=runs/wide --json
+    eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
+    eejax bench serving --workdir=runs/wide --json
 
 `http_over_engine`: --clients clients, each of which asks one request after the other, streamed,
 over the same requests through the engine's scheduler without a server; the server, the engine and
@@ -24,7 +24,7 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import launch
+from eejax.experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
@@ -43,7 +43,7 @@ PROMPTS, LIMITS = (16, 64), (60, 160)  # tokens, from and to
 
 def main() -> None:
     from eejax.analysis import table
-    from experiments.serving_runs import server
+    from eejax.experiments.serving_runs import server
 
     loads = launch.numbers("loads", _LOADS.value)
     requests = workload(_CLIENTS.value * _REQUESTS.value)
@@ -98,12 +98,12 @@ def engine_process(pipe, workdir: str, own: dict) -> None:
 
     It ends when the other end closes the pipe.
     """
+    from eejax.experiments.serving_runs import through_scheduler
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
     from eejax.inference.slot_engine import STEPS_PER_CALL
     from eejax.serving.models import ServedModel
     from eejax.serving.worker import EngineWorker
-    from experiments.serving_runs import through_scheduler
 
     built = ServedModel(workdir, slots=own["slots"], drafts=own["drafts"])()
     for steps in {own["steps"], STEPS_PER_CALL}:
@@ -124,7 +124,7 @@ async def measure(address: str, pipe, requests, loads) -> dict:
     import httpx
 
     from eejax.analysis import median_ratio
-    from experiments.serving_runs import arriving, closed_loop, times_of
+    from eejax.experiments.serving_runs import arriving, closed_loop, times_of
 
     n = _CLIENTS.value
     clients = [requests[i::n] for i in range(n)]

@@ -1,6 +1,6 @@
 """Cost of free slots: requests in an engine of many slots, beside one that they fill.
 
-    python -P -m experiments.bench_slots --json
+    eejax bench slots --json
 
 SmolLM2-135M's shape with random weights, two exits that may not fire, float32, greedy, prompts of
 64 tokens. The engines read the same arrays of layers, and runs alternate in one process.
@@ -18,9 +18,9 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import launch
-from experiments.batch_runs import SteadyBatch
-from experiments.decode_times import with_layers_of
+from eejax.experiments import launch
+from eejax.experiments.batch_runs import SteadyBatch
+from eejax.experiments.decode_times import with_layers_of
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 8, "Pairs of runs to time.", lower_bound=2)

@@ -1,6 +1,6 @@
 """Speed of a training step beside transformers, and the memory an early exit adds to it.
 
-    python -P -m experiments.bench_train --json
+    eejax bench train --json
 
 needs the peers of `make bench-env`. Both train the same Llama in float32 on the same batch:
 forward, backward, clipping by global norm, AdamW. Steps alternate in one process on the same
@@ -21,7 +21,7 @@ import time
 import numpy as np
 from absl import flags
 
-from experiments import launch, peer_device
+from eejax.experiments import launch, peer_device
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of steps to time.", lower_bound=2)

@@ -1,13 +1,13 @@
 """Train routers for a trained or imported model; they decide for every token where it may leave.
 
-    python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
+    eejax import-hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
         --source='texts/*.txt'
-    python -m experiments.calibrate --base=runs/tinylm --every=1 --workdir=runs/routed
-    python -m experiments.generate --workdir=runs/routed --gate=router --prompt='ROMEO:'
+    eejax calibrate --base=runs/tinylm --every=1 --workdir=runs/routed
+    eejax generate --workdir=runs/routed --gate=router --prompt='ROMEO:'
 
 Nothing of the model is changed. Where it has no exits it gets training-free ones, its own final
 norm and head, at every --every-th boundary; --boundaries says where else, and exits that were tuned
-(experiments.tune_exits) are given routers as they are. Text is run through the model once; a tenth
+(eejax tune) are given routers as they are. Text is run through the model once; a tenth
 of it chooses the best epoch of every router, and by another tenth they are judged: how well a
 router tells who may leave (AUC), how far its confidence is from the share that is right (error),
 and what thresholds for an agreement with the full model save. One threshold for all exits comes
@@ -30,7 +30,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import launch
 
 _BASE = flags.DEFINE_string("base", None, "The run whose model gets routers.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint of it; the newest by default.")
@@ -116,7 +116,7 @@ def main() -> None:
     thresholds = ",".join(map(exact, found.thresholds(points[0.95])))
     print(
         f"{found.states.n} tokens, {seconds:.0f} s. Now, for about 95 % agreement:\n"
-        f"  python -m experiments.generate --workdir={_WORKDIR.value} --gate=router "
+        f"  eejax generate --workdir={_WORKDIR.value} --gate=router "
         f"--threshold={thresholds} --prompt='...'"
     )
     if _JSON.value:

@@ -25,7 +25,7 @@ def models() -> dict:
 
     Table 4 gives Llama2-13B 32 layers. It has 40, and the saving in the table is that of 40.
     """
-    from configs import helios_opt_1b3
+    from eejax.configs import helios_opt_1b3
     from eejax.models.config import ModelConfig
 
     opt = ModelConfig.from_dict(helios_opt_1b3.get_config().model.to_dict())

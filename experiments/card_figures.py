@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from experiments.card_programs import CardProgram, Compiled
+    from eejax.experiments.card_programs import CardProgram, Compiled
 
 ELEMENTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 """XLA's names of dtypes."""

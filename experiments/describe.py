@@ -1,6 +1,6 @@
 """Describe an experiment and what it would take, without running it.
 
-    python -m experiments.describe --config=configs/ee_llm_7b.py [--compile] [--json]
+    eejax describe --config=configs/ee_llm_7b.py [--compile] [--json]
 
 Parameters by part, floating-point operations, tokens, and the memory of each device of the
 configured mesh: the state exactly, the rest estimated (eejax.train.memory). All of it comes from
@@ -17,9 +17,11 @@ import json
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import launch
+from eejax.experiments import launch
 
-config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+config_flags.DEFINE_config_file(
+    "config", None, "The experiment: a config file, or the name of an installed one."
+)
 _COMPILE = flags.DEFINE_bool("compile", False, "Compile the training step and ask XLA.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 flags.mark_flags_as_required(["config"])

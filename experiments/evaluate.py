@@ -1,7 +1,7 @@
 """Loss, perplexity and bits per byte of every exit of a trained model.
 
-    python -m experiments.evaluate --workdir=runs/quickstart
-    python -m experiments.evaluate --workdir=runs/quickstart --text='books/*.txt'
+    eejax evaluate --workdir=runs/quickstart
+    eejax evaluate --workdir=runs/quickstart --text='books/*.txt'
 
 Without --text the run's own validation split is taken, all of it. The last line printed is one
 JSON object. Several processes (docs/SCALING.md) take each batch on all of their devices.
@@ -14,7 +14,7 @@ import tempfile
 
 from absl import flags
 
-from experiments import launch
+from eejax.experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")

@@ -1,16 +1,16 @@
 """Write the model of a run as a folder that transformers opens.
 
-    python -m experiments.export_hf --workdir=runs/quickstart --output=models/quickstart
+    eejax export-hf --workdir=runs/quickstart --output=models/quickstart
 
 Early exits lie in files of their own beside the weights (eejax.json, eejax_exits.safetensors):
-transformers opens the model without them, and experiments.import_hf with them.
+transformers opens the model without them, and eejax import-hf with them.
 """
 
 from __future__ import annotations
 
 from absl import flags
 
-from experiments import launch
+from eejax.experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run.")
 _OUTPUT = flags.DEFINE_string("output", None, "The folder, which must not be there yet.")

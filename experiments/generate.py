@@ -1,9 +1,9 @@
 """Generate text with a trained model, each token in the color of the exit it left by.
 
-    python -m experiments.generate --workdir=runs/quickstart --prompt='def main(' --threshold=0.8
-    python -m experiments.generate --workdir=runs/quickstart --prompt_file=a.txt --engine=full
-    python -m experiments.generate --workdir=runs/quickstart --interactive --engine=auto
-    python -m experiments.generate --workdir=runs/quickstart --prompt='def main(' \\
+    eejax generate --workdir=runs/quickstart --prompt='def main(' --threshold=0.8
+    eejax generate --workdir=runs/quickstart --prompt_file=a.txt --engine=full
+    eejax generate --workdir=runs/quickstart --interactive --engine=auto
+    eejax generate --workdir=runs/quickstart --prompt='def main(' \\
         --engine=pipelined --mesh.pipe=2
 
 Without --prompt or --prompt_file the prompt is read from standard input. One prompt is shown
@@ -35,7 +35,7 @@ from collections.abc import Callable, Iterator
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require
-from experiments import launch
+from eejax.experiments import launch
 
 FEW = 4  # steps of a call of an interactive session: tokens appear as they come
 AUTO = {"auto": "recompute", "auto_speculative": "speculative"}  # what each turns off and on

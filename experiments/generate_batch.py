@@ -1,6 +1,6 @@
 """Complete many prompts with a trained model, a batch at a time: every token exits by itself.
 
-    python -m experiments.generate_batch --workdir=runs/quickstart --input=prompts.txt \\
+    eejax generate-batch --workdir=runs/quickstart --input=prompts.txt \\
         --output=texts.jsonl --threshold=0.5
 
 Every line of --input ("-": standard input) is a prompt, as plain text or as a JSON object:
@@ -31,7 +31,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require
-from experiments import launch, prompt_files
+from eejax.experiments import launch, prompt_files
 
 ENGINES = ["recompute", "auto", "full"]
 FIELDS = ("prompt", "max_new_tokens", "threshold", "drafts", "temperature", "seed")
@@ -46,10 +46,10 @@ _CONTEXT = flags.DEFINE_integer(
     "context", None, "Most tokens of a request; the model's by default."
 )
 _THRESHOLD = flags.DEFINE_float(
-    "threshold", 0.9, "Confidence to leave at; 1: never. What each costs: experiments.sweep."
+    "threshold", 0.9, "Confidence to leave at; 1: never. What each costs: eejax sweep."
 )
 _GATE = flags.DEFINE_string(
-    "gate", "max_probability", "What makes an exit confident, as in experiments.generate."
+    "gate", "max_probability", "What makes an exit confident, as in eejax generate."
 )
 _DRAFTS = flags.DEFINE_integer(
     "drafts", 4, "Most tokens drafted past an undecided one.", lower_bound=0

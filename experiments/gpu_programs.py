@@ -1,6 +1,6 @@
 """Compile programs for a GPU without one; print their launches, copies, memory, estimated time.
 
-    python -P -m experiments.gpu_programs [--card=h100] [--only=full,recompute] [--json]
+    eejax gpu-programs [--card=h100] [--only=full,recompute] [--json]
 
 It needs no GPU, but the compiler in JAX's CUDA plugin: `make env` puts it into `.venv/lowering`;
 elsewhere, name its folder in PYTHONPATH. Bytes, launches and temporaries are XLA's
@@ -17,7 +17,7 @@ from typing import Any
 
 from absl import flags
 
-from experiments import card_figures, card_programs, launch
+from eejax.experiments import card_figures, card_programs, launch
 
 _CARD = flags.DEFINE_enum("card", "h100", ("a100", "h100"), "The GPU to compile for.")
 _ONLY = flags.DEFINE_list("only", [], "Names of programs, or their beginnings; by default all.")

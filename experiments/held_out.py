@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from experiments import launch
+from eejax.experiments import launch
 
 BATCH = 16
 

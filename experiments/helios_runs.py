@@ -13,6 +13,7 @@ import numpy as np
 
 from eejax.analysis.intervals import mean_interval
 from eejax.common.errors import ConfigError, DataError
+from eejax.experiments.helios_simulation.policies import choices_of
 from eejax.helios import decisions, prospects
 from eejax.helios.choices import Assignment, ModelDepth
 from eejax.helios.controller import Controller
@@ -23,7 +24,6 @@ from eejax.helios.verifier import AnswerVerifier
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
-from experiments.helios_simulation.policies import choices_of
 
 ORDERS = ("blocked", "shuffled", "drifting")
 SPREAD = 0.3  # of a task's prompts around its time, as a share of all, where tasks drift

@@ -1,19 +1,19 @@
 """Import a pretrained model as a run, which every other launcher takes by its --workdir.
 
-    python -m experiments.import_hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
+    eejax import-hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
         --source='texts/*.txt'
 
 --model is a folder of the Hugging Face form (config.json, safetensors or .bin, a tokenizer), or the
 name of a model on the Hub. --source is the text that it is evaluated and that exits are tuned on.
-The model has no early exits, but for those that experiments.export_hf wrote beside it:
-experiments.tune_exits gives it some.
+The model has no early exits, but for those that eejax export-hf wrote beside it:
+eejax tune gives it some.
 """
 
 from __future__ import annotations
 
 from absl import flags
 
-from experiments import launch
+from eejax.experiments import launch
 
 _MODEL = flags.DEFINE_string("model", None, "The folder, or the model's name on the Hub.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run that is made.")

@@ -19,7 +19,13 @@ from absl import app, flags, logging
 from tqdm import tqdm
 
 from eejax.common.errors import CheckpointError, ConfigError, DataError, remedy
-from experiments import config_errors, gpu_settings, interrupts, library_logs
+from eejax.experiments import (
+    config_errors,
+    config_files,
+    gpu_settings,
+    interrupts,
+    library_logs,
+)
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
 RENAMED_FLAGS = {
@@ -220,6 +226,7 @@ def _parse(argv: list[str]) -> list[str]:
     A config file is executed and its fields are set while flags are parsed, so all of its errors
     come from here, as whatever exception they happen to be.
     """
+    _find_config(argv)
     file = _config_file(argv)
     try:
         _check_config(argv, file)
@@ -258,6 +265,17 @@ def _quiet() -> Iterator[None]:
             logging.set_verbosity(before)
 
 
+def _find_config(argv: list[str]) -> None:
+    """Put the path of an installed config file in the place of its name."""
+    if "config" not in flags.FLAGS:
+        return
+    for i, argument in enumerate(argv):
+        if given := re.match(r"(--?config=)(.*)", argument):
+            argv[i] = given[1] + config_files.path_of(given[2])
+        elif i > 0 and argv[i - 1] in ("--config", "-config"):
+            argv[i] = config_files.path_of(argument)
+
+
 def _config_file(argv: list[str]) -> str | None:
     """The file of --config, a default too; None where the launcher has no such flag."""
     if "config" not in flags.FLAGS:
@@ -284,7 +302,10 @@ def _check_config(argv: list[str], file: str | None) -> None:
 
             check_field(field[1])
     if file is not None and not pathlib.Path(file).is_file():
-        raise ConfigError(f"--config = {file!r}: no such file.")
+        raise ConfigError(
+            f"--config = {file!r}: no such file. Give the path of one, or the name of one that is "
+            f"installed: {', '.join(config_files.names())}."
+        )
 
 
 def _check_result(file: str) -> None:

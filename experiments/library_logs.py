@@ -18,9 +18,12 @@ from logging import LogRecord
 
 from absl import logging
 
+import eejax
+
 LIMIT = 1 << 20  # characters that are kept
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
-_OURS = (f"{_ROOT / 'eejax'}{os.sep}", f"{_ROOT / 'experiments'}{os.sep}")
+_OURS = tuple(
+    f"{pathlib.Path(file).resolve().parent}{os.sep}" for file in (eejax.__file__, __file__)
+)
 
 _texts: list[str] = []
 _file: str | None = None

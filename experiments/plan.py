@@ -1,6 +1,6 @@
 """Plan a pipelined run: what each stage takes, and what would make it faster; nothing is run.
 
-    python -m experiments.plan --config=configs/ee_llm_7b.py --config.mesh.pipe=4 [--memory_gib=80]
+    eejax plan --config=configs/ee_llm_7b.py --config.mesh.pipe=4 [--memory_gib=80]
 
 Time of each stage, memory of a device, the simulated step and its bubbles, all activation and exit
 policies beside each other, and what is suggested: how layers and exits are laid onto stages, the
@@ -9,7 +9,7 @@ policies, the number of microbatches, and what filling the bubbles would give.
 Times are counts of floating-point operations (`pipeline.costs.model_costs`), divided by mesh.model,
 in seconds at 1 TFLOP/s: communication, the speed of small microbatches and all that is not a matrix
 product are not in them. With --measure they are seconds of three stages on this machine's devices
-(`experiments.slot_costs`; every exit as long as the first). Memory is estimated: the state exactly,
+(`slot_costs`; every exit as long as the first). Memory is estimated: the state exactly,
 activations as the backward pass of one layer asks for them (`pipeline.costs.layer_kept`), without
 XLA's own temporaries. --out leaves a Gantt picture there, --json prints one JSON object at the end.
 """
@@ -25,10 +25,12 @@ from absl import flags
 from ml_collections import config_flags
 
 from eejax.common.paths import expanded
-from experiments import launch
-from experiments.stages import ExperimentStages
+from eejax.experiments import launch
+from eejax.experiments.stages import ExperimentStages
 
-config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+config_flags.DEFINE_config_file(
+    "config", None, "The experiment: a config file, or the name of an installed one."
+)
 _MEMORY = flags.DEFINE_float("memory_gib", None, "Memory of a device.", lower_bound=0)
 _MEASURE = flags.DEFINE_bool("measure", False, "Measure times on the devices of this machine.")
 _OUT = flags.DEFINE_string("out", None, "Where gantt.png is left.")
@@ -53,7 +55,7 @@ def main() -> None:
 
 
 def measured(experiment):
-    from experiments import slot_costs
+    from eejax.experiments import slot_costs
 
     stages = ExperimentStages.of(experiment)
     mesh = dataclasses.replace(experiment.mesh, data=1)

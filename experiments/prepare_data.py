@@ -1,6 +1,6 @@
-"""Tokenize the text of an experiment as `experiments.train` would, with several processes.
+"""Tokenize the text of an experiment as `eejax train` would, with several processes.
 
-    python -m experiments.prepare_data --config=configs/quickstart.py --workdir=runs/mine \\
+    eejax prepare-data --config=configs/quickstart.py --workdir=runs/mine \\
         --config.data.source='/data/text/**/*.txt' --workers=8
 
 Give both the same --config and --workdir. Ctrl-C and SIGTERM end it, and so may anything else: the
@@ -22,9 +22,11 @@ from ml_collections import config_flags
 from tqdm import tqdm
 
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import launch
 
-config_flags.DEFINE_config_file("config", None, "The experiment, a file of configs/.")
+config_flags.DEFINE_config_file(
+    "config", None, "The experiment: a config file, or the name of an installed one."
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run's; made if it is not there.")
 _WORKERS = flags.DEFINE_integer(
     "workers", None, "Processes that tokenize; by default one for each core.", lower_bound=1

@@ -1,7 +1,7 @@
 """Train a small early-exit model on the standard library, and show what early exit buys.
 
-    python -m experiments.quickstart            (or: make quickstart)
-    python -m experiments.quickstart --tiny     (shows only that everything works)
+    eejax quickstart            (or: make quickstart)
+    eejax quickstart --tiny     (shows only that everything works)
 
 Under ten minutes on 2 cores without a GPU. Leaves in --workdir the checkpoint, metrics.jsonl,
 summary.json, sample.txt, and loss.png, quality_speed.png and exits.png. The same command resumes
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import pathlib
+import shutil
 import sys
 import time
 
@@ -20,9 +21,9 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import launch
+from eejax.experiments import config_files, launch
 
-_DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "quickstart.py"
+_DEFAULT = config_files.FOLDER / "quickstart.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment.")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where everything is left: runs/quickstart, or runs/tiny with --tiny."
@@ -265,14 +266,16 @@ def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
     print(
         f"\ntrained in {seconds['train']:.0f} s, the rest took {seconds['rest']:.0f} s. Look at:\n"
         + "\n".join(f"  {workdir / f}" for f in ("loss.png", "quality_speed.png", "exits.png"))
-        + f"\n  {shell_python()} -m experiments.generate --workdir={workdir} --prompt='def main('"
+        + f"\n  {shell_command()} generate --workdir={workdir} --prompt='def main('"
         + f" --threshold={summary['measured'][-1]['threshold']:g}"
     )
 
 
-def shell_python() -> str:
-    """The interpreter that runs this, as one would type it here."""
-    path = pathlib.Path(sys.executable)
+def shell_command() -> str:
+    """The command `eejax` of this environment, as one would type it here."""
+    path = pathlib.Path(sys.executable).with_name("eejax")
+    if shutil.which("eejax") == str(path):
+        return "eejax"
     here = pathlib.Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 

@@ -1,7 +1,7 @@
 """The curves and final figures of several training runs, side by side.
 
-    python -m experiments.report runs/a runs/b --out=report
-    python -m experiments.report runs/*
+    eejax report runs/a runs/b --out=report
+    eejax report runs/*
 
 Reads each run's config.json and metrics.jsonl, of a run under way too, and writes report.md with
 its pictures into --out: training loss and held-out bits per byte of every exit, gradient norms,
@@ -25,7 +25,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import launch
 
 _OUT = flags.DEFINE_string("out", "report", "The folder of the report; made if it is not there.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
@@ -318,7 +318,7 @@ def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib
     if sizes:
         parts.append(
             f"The runs differ in {', '.join(sizes)}: they are evaluated on samples of different "
-            "sizes. `python -m experiments.evaluate` takes all of the held-out text."
+            "sizes. `eejax evaluate` takes all of the held-out text."
         )
     parts.append("## Settings that differ")
     if differ:

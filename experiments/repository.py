@@ -1,11 +1,11 @@
 """Measurements of models that are served by choice: what is in a repository, and benchmark scores.
 
-    python -m experiments.repository --repository=runs/helios.db --scores=small=small.json
-    python -m experiments.repository --repository=runs/helios.db
-    python -m experiments.repository --repository=runs/helios.db --rebuild
+    eejax repository --repository=runs/helios.db --scores=small=small.json
+    eejax repository --repository=runs/helios.db
+    eejax repository --repository=runs/helios.db --rebuild
 
---scores imports benchmark results for the model of a name, as `experiments.serve --model` has it:
-the output of `experiments.score_tasks --json`, or the results file of lm-eval. A server takes them
+--scores imports benchmark results for the model of a name, as `eejax serve --model` has it:
+the output of `eejax grade --json`, or the results file of lm-eval. A server takes them
 for the quality of its models with --quality=benchmark. --rebuild renames a file that cannot be used
 aside, and makes a new one; nothing is deleted. Without either the content is shown.
 """
@@ -16,9 +16,9 @@ from absl import flags
 
 from eejax.common.errors import ConfigError
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import launch
 
-_REPOSITORY = flags.DEFINE_string("repository", None, "An SQLite file, as of experiments.serve.")
+_REPOSITORY = flags.DEFINE_string("repository", None, "An SQLite file, as of eejax serve.")
 _SCORES = flags.DEFINE_multi_string(
     "scores", [], "NAME=RESULTS.json: benchmark results of a model, to be imported."
 )
@@ -27,8 +27,8 @@ flags.mark_flag_as_required("repository")
 
 
 def main() -> None:
+    from eejax.experiments.benchmark_scores import read_scores
     from eejax.helios import repository
-    from experiments.benchmark_scores import read_scores
 
     path = _REPOSITORY.value
     if not path:

@@ -1,10 +1,10 @@
 """Standard tasks of EleutherAI's lm-eval, by every exit of a model and at every threshold.
 
-    python -P -m experiments.score_tasks --model=runs/mine --tasks=arc_easy,lambada_openai
-    python -P -m experiments.score_tasks --model=runs/mine --tasks=mine --include_path=tasks \
+    eejax grade --model=runs/mine --tasks=arc_easy,lambada_openai
+    eejax grade --model=runs/mine --tasks=mine --include_path=tasks \
         --exits=6,12 --thresholds=0.5,0.9
 
-Needs `pip install -e '.[eval]'`. One table: a row for each exit and threshold, a column for each
+Needs `pip install 'eejax[eval]'`. One table: a row for each exit and threshold, a column for each
 metric of a task, and the mean layers below the exits that answered. Texts that are scored go
 through the model once, for all rows; those that are generated once for each row. --include_path
 names a folder with tasks of your own (YAML), beside lm-eval's, whose data come from the Hub. With
@@ -23,8 +23,8 @@ import sys
 from absl import flags
 
 from eejax.common.errors import ConfigError
+from eejax.experiments import launch
 from eejax.gates.confidence import GATES
-from experiments import launch
 
 _MODEL = flags.DEFINE_string(
     "model", None, "A run's workdir, a Hugging Face folder, or a name on the Hub."
@@ -54,7 +54,7 @@ def main() -> None:
     try:
         from eejax.interop.lm_eval import EarlyExitLM
     except ModuleNotFoundError as error:
-        raise ConfigError(f"--tasks: need lm-eval ({error}): pip install -e '.[eval]'.") from error
+        raise ConfigError(f"--tasks: need lm-eval ({error}): pip install 'eejax[eval]'.") from error
 
     lm = EarlyExitLM(
         _MODEL.value, batch_size=_BATCH_SIZE.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value

@@ -1,8 +1,8 @@
 """Serve models behind OpenAI's interface.
 
-    python -m experiments.serve --model=mine=runs/mine
-    python -m experiments.serve --model=llama=~/models/Llama-3.2-1B --thresholds=llama=0.8
-    python -m experiments.serve --model=small=runs/small --model=large=runs/large \\
+    eejax serve --model=mine=runs/mine
+    eejax serve --model=llama=~/models/Llama-3.2-1B --thresholds=llama=0.8
+    eejax serve --model=small=runs/small --model=large=runs/large \\
         --objective=throughput
 
 Clients take http://HOST:PORT/v1 for the address of OpenAI's; what requests may ask beyond that is
@@ -23,7 +23,7 @@ from typing import Any
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError
-from experiments import launch, prompt_files
+from eejax.experiments import launch, prompt_files
 
 _MODEL = flags.DEFINE_multi_string(
     "model", [], "NAME=PATH: a run's workdir, a Hugging Face folder, or a name on the Hub."
@@ -111,7 +111,7 @@ _QUALITY = flags.DEFINE_string(
     "With --objective: what accuracy is. best, or best:NAME: the share of tokens that the largest "
     "model, or the one named, would have chosen; judge:PATH: by the perplexity of the answers "
     "under a model that is not served; benchmark, or benchmark:TASK,...: scores that were imported "
-    "with experiments.repository. Default: best.",
+    "with eejax repository. Default: best.",
 )
 _REPOSITORY = flags.DEFINE_string(
     "repository",

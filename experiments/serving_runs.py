@@ -20,10 +20,10 @@ import numpy as np
 
 @contextlib.contextmanager
 def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, str]]:
-    """(process, address) of `experiments.serve`, at any free port; it is told to end, and has
+    """(process, address) of `eejax serve`, at any free port; it is told to end, and has
     `wait` seconds for it. Raises RuntimeError, with what it said, where it does not come up."""
     process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "experiments.serve", "--port=0", *flags],
+        [sys.executable, "-P", "-m", "eejax.experiments.serve", "--port=0", *flags],
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONUNBUFFERED": "1"},

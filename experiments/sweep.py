@@ -1,7 +1,7 @@
 """Quality against speed of a trained model: what every gate does at every threshold.
 
-    python -m experiments.sweep --workdir=runs/quickstart
-    python -m experiments.sweep --workdir=runs/quickstart --gates=margin,patience --exits=3 --time
+    eejax sweep --workdir=runs/quickstart
+    eejax sweep --workdir=runs/quickstart --gates=margin,patience --exits=3 --time
 
 One teacher-forced pass over the run's held-out text (or --text) answers for all gates, thresholds
 and exits at once: agreement with the full model, perplexity and bits per byte against mean depth.
@@ -24,7 +24,7 @@ from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require, require_one_of
 from eejax.common.paths import expanded
-from experiments import held_out, launch, step_costs
+from eejax.experiments import held_out, launch, step_costs
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")

@@ -1,6 +1,6 @@
 """Text of the kinds that mixed prompts are of, without those prompts: what models for them learn.
 
-    EEJAX_DATA=DATA python -m experiments.task_text --output=runs/tasks.jsonl
+    EEJAX_DATA=DATA eejax task-text --output=runs/tasks.jsonl
 
 Reads the task sets and books of $EEJAX_DATA. Whatever shares its question, passage or program with
 a record of mixed_prompts is left out, so that a benchmark on those prompts is of unseen ones.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from absl import flags
 
 from eejax.common.errors import ConfigError
-from experiments import launch
+from eejax.experiments import launch
 
 _OUTPUT = flags.DEFINE_string("output", None, "The file to write, in JSON lines.", required=True)
 

@@ -1,6 +1,6 @@
 """Performance over prompts of a server that chooses its model, as a picture.
 
-    python -m experiments.timeline --source=http://127.0.0.1:8000 --output=runs/timeline
+    eejax timeline --source=http://127.0.0.1:8000 --output=runs/timeline
 
 Draws throughput, requests per second, time to first token and perplexity over the number of the
 prompt, with lines where models were reassessed, LD where more layers of one were loaded, and SW
@@ -19,7 +19,7 @@ from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import launch
 
 _SOURCE = flags.DEFINE_string("source", None, "A server's address, or a timeline.json.")
 _MODEL = flags.DEFINE_string("model", "auto", "The server's name for the models it chooses from.")
@@ -76,7 +76,7 @@ def served(source: str, model: str) -> Any:
     if not isinstance(models, dict):
         raise DataError(
             f"--source = {source!r}: does not answer as a server: its /dashboard has no models. "
-            "Give the address of experiments.serve."
+            "Give the address of eejax serve."
         )
     fleets = {
         name: own["fleet"]

@@ -1,17 +1,17 @@
 """Train an early-exit language model, or resume the run in --workdir.
 
-    python -m experiments.train --config=configs/quickstart.py --config.train.steps=1000 \\
+    eejax train --config=configs/quickstart.py --config.train.steps=1000 \\
         --workdir=runs/quickstart
 
 A run that begins with the weights of a trained model (docs/GUIDE.md, "From a checkpoint"):
 
-    python -m experiments.train --config=configs/finetune.py --config.train.base=runs/quickstart \\
+    eejax train --config=configs/finetune.py --config.train.base=runs/quickstart \\
         --config.data.source='texts/*.txt' --workdir=runs/mine
 
 One of several processes, on several hosts that share the workdir (docs/SCALING.md):
 
-    python -m experiments.train --config=... --workdir=... --distributed
-    python -m experiments.train --config=... --workdir=... --coordinator=host0:9876 \\
+    eejax train --config=... --workdir=... --distributed
+    eejax train --config=... --workdir=... --coordinator=host0:9876 \\
         --processes=2 --process=0
 
 Ctrl-C (or SIGTERM) saves a checkpoint and ends; the same command resumes. A second Ctrl-C ends at
@@ -20,17 +20,19 @@ once. Exit status: 0 done, 1 a problem that the message names, 128 + signal when
 
 from __future__ import annotations
 
-import pathlib
 import sys
 
 from absl import flags
 from ml_collections import config_flags
 
-from experiments import launch
+from eejax.experiments import config_files, launch
 
-_DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "finetune.py"
+_DEFAULT = config_files.FOLDER / "finetune.py"
 config_flags.DEFINE_config_file(
-    "config", str(_DEFAULT), "The experiment, a file of configs/. The default needs a train.base."
+    "config",
+    str(_DEFAULT),
+    "The experiment: a config file, or the name of an installed one. The default needs a "
+    "train.base.",
 )
 _WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
 launch.define_processes()

@@ -1,20 +1,19 @@
 """Tune early exits for a trained model, which stays as it is (EE-Tuning).
 
-    python -m experiments.tune_exits --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
+    eejax tune --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
 
-is experiments.train with train.base, tune.part = "exits" and tune.exits, on the base's own text.
+is eejax train with train.base, tune.part = "exits" and tune.exits, on the base's own text.
 
 Only the layers below the deepest tuned exit are read and run, but for --config.loss.distillation=1,
 with which exits learn from the final one, and all layers are run. The workdir ends with the whole
 model, old and new exits, and needs the base no more: evaluate and generate take it as any run.
 Exits that the base has already are tuned from where they are, if they are named. The same command
-resumes; exit status as experiments.train.
+resumes; exit status as eejax train.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import re
 import sys
 
@@ -22,7 +21,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import config_files, launch
 
 for _argument in sys.argv[1:]:  # before the file, which does not have these sections, is read
     if re.match(r"--?(no)?config\.((model|data|tune)\b|train\.base)", _argument):
@@ -31,7 +30,7 @@ for _argument in sys.argv[1:]:  # before the file, which does not have these sec
             "base; --source, --exits, --head, --norm, --mlp, --block and --start say what is new."
         )
 
-_DEFAULT = pathlib.Path(__file__).resolve().parent.parent / "configs" / "tune_exits.py"
+_DEFAULT = config_files.FOLDER / "tune_exits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "How the exits are trained.")
 _BASE = flags.DEFINE_string(
     "base", None, "The model: a run's workdir, a Hugging Face folder or a name on the Hub."

@@ -149,7 +149,7 @@ def _available(number: int | None) -> bool:
             extra = "gpu13" if importlib.util.find_spec("jax_cuda13_plugin") else "gpu"
             raise ImportError(
                 f"there is a GPU, and jax-triton cannot be imported ({error}). Install it, with "
-                f"pip install -e '.[{extra}]' in the clone, or set {VARIABLE}=reference."
+                f"pip install 'eejax[{extra}]', or set {VARIABLE}=reference."
             ) from error
         return False
     if number is not None and number < OLDEST:

@@ -34,8 +34,10 @@ ROOMS = (
 )
 # Rooms that may import only these, whatever their place in the list.
 ONLY = {"analysis": {"common"}}
-# Top-level folders that import anything and that no room imports.
-EDGE = ("experiments", "configs", "tests")
+# Packages, in folders beside eejax/, that import anything and that no room imports.
+EDGE = ("configs", "experiments")
+# Modules that may import these: `python -m eejax` is the command, whose name is fixed by Python.
+MAY_IMPORT_EDGE = {"eejax/__main__.py"}
 
 
 def imported(source: str, package: tuple[str, ...]) -> set[tuple[str, ...]]:
@@ -60,8 +62,10 @@ def wrong_arrows(source: str, package: tuple[str, ...]) -> list[str]:
     wrong = []
     for name in sorted(imported(source, package)):
         dotted = ".".join(name)
-        if name[0] in (*EDGE, "kernels"):
-            wrong.append(f"{dotted}: nothing in eejax imports {name[0]}")
+        if name[0] in (*EDGE, "kernels", "tests"):
+            wrong.append(f"{dotted}: there is no top-level package {name[0]}")
+        elif name[0] == "eejax" and len(name) > 1 and name[1] in EDGE:
+            wrong.append(f"{dotted}: nothing in eejax imports {name[1]}")
         elif name[:2] == ("jax", "_src"):
             wrong.append(f"{dotted}: private to jax")
         elif name[0] == "eejax" and len(name) > 1 and name[1] in ROOMS:
@@ -76,13 +80,20 @@ def wrong_arrows(source: str, package: tuple[str, ...]) -> list[str]:
     return wrong
 
 
+def package_of(file: pathlib.Path) -> tuple[str, ...]:
+    """Return the dotted package that a source file is installed in."""
+    folders = file.relative_to(ROOT).parts[:-1]
+    return folders if folders[0] in ("eejax", "tests") else ("eejax", *folders)
+
+
+def sources(*folders: str) -> list[pathlib.Path]:
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
 def modules() -> list[tuple[pathlib.Path, tuple[str, ...]]]:
-    """Every source file of the installed package, with the dotted package it belongs to."""
-    found = []
-    for folder, prefix in ((ROOT / "eejax", ("eejax",)), (ROOT / "kernels", ("eejax", "kernels"))):
-        for path in sorted(folder.rglob("*.py")):
-            found.append((path, prefix + path.relative_to(folder).parts[:-1]))
-    return found
+    """Every source file of the library, with the dotted package it belongs to."""
+    files = sources("eejax", "kernels")
+    return [(f, package_of(f)) for f in files if str(f.relative_to(ROOT)) not in MAY_IMPORT_EDGE]
 
 
 @pytest.mark.parametrize(
@@ -103,6 +114,9 @@ def test_imports_go_one_way(path, package):
         ("def f():\n    from eejax.pipeline import costs", ("eejax", "data")),
         ("from eejax.models import config", ("eejax", "analysis")),
         ("from eejax.interop import flax", ("eejax", "serving")),
+        ("import eejax.experiments.train", ("eejax", "interop")),
+        ("from eejax import configs", ("eejax", "train")),
+        ("from eejax.experiments.command import main", ("eejax",)),
         ("import experiments.train", ("eejax", "interop")),
         ("import kernels", ("eejax", "models")),
         ("from eejax.common import errors", ("eejax",)),
@@ -132,9 +146,9 @@ def test_a_right_arrow_passes(source, package):
 def test_every_name_that_is_imported_from_eejax_exists():
     """Launchers import most names where they use them, so that a test may never come by."""
     missing = []
-    files = [f for room in ("eejax", *EDGE) for f in (ROOT / room).rglob("*.py")]
+    files = sources("eejax", "kernels", *EDGE, "tests")
     for file in files:
-        for name in imported(file.read_text(), file.relative_to(ROOT).parent.parts):
+        for name in imported(file.read_text(), package_of(file)):
             if name[0] == "eejax" and len(name) > 1 and not exists(name):
                 missing.append(f"{file.relative_to(ROOT)}: {'.'.join(name)}")
     assert files and not missing
@@ -142,14 +156,16 @@ def test_every_name_that_is_imported_from_eejax_exists():
 
 def test_no_launcher_is_imported():
     """A launcher defines flags, and absl has one set of them in a process."""
-    sources = {f: f.read_text() for f in (ROOT / "experiments").rglob("*.py")}
-    own = {f: (*f.relative_to(ROOT).parent.parts, f.stem) for f in sources}
-    launchers = {own[f] for f, text in sources.items() if "launch.run(main" in text}
-    tests = {f: f.read_text() for f in (ROOT / "tests").rglob("*.py")}
+    texts = {f: f.read_text() for f in sources("experiments", "tests")}
+    launchers = {
+        (*package_of(f), f.stem)
+        for f, text in texts.items()
+        if "launch.run(main" in text and package_of(f)[0] == "eejax"
+    }
     wrong = [
         f"{file.relative_to(ROOT)}: {'.'.join(name)}"
-        for file, text in (sources | tests).items()
-        for name in imported(text, file.relative_to(ROOT).parent.parts)
+        for file, text in texts.items()
+        for name in imported(text, package_of(file))
         if name in launchers or name[:-1] in launchers
     ]
     assert len(launchers) > 20 and not wrong
@@ -167,17 +183,18 @@ def test_every_package_is_installed():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
     listed = set(config["options"]["packages"].split())
-    present = {".".join(package) for _, package in modules()} | {
-        ".".join(path.relative_to(ROOT).parts[:-1])
-        for edge in ("configs", "experiments")
-        for path in (ROOT / edge).rglob("__init__.py")
+    present = {
+        ".".join(package_of(file))
+        for file in sources("eejax", "kernels", *EDGE)
+        if file.name == "__init__.py"
     }
     assert listed == present, "setup.cfg lists the packages by name; add or remove the difference"
 
 
-def test_kernels_are_found_without_the_repository_on_the_path(tmp_path):
+def test_folders_beside_eejax_are_found_without_the_repository_on_the_path(tmp_path):
     code = (
-        "import sys, eejax.kernels, importlib.util as u;"
-        "assert u.find_spec('kernels') is None, 'a top-level package named kernels is visible'"
+        "import eejax.configs, eejax.experiments, eejax.kernels, importlib.util as u;"
+        "seen = [n for n in ('configs', 'experiments', 'kernels') if u.find_spec(n)];"
+        "assert not seen, f'top-level packages of these names are visible: {seen}'"
     )
     subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True)

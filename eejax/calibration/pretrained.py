@@ -1,4 +1,4 @@
-"""Routers for any model, as `experiments.calibrate` and `eejax.calibrate` train them.
+"""Routers for any model, as `eejax calibrate` and `eejax.calibrate` train them.
 
 The model's parameters stay as they are. A model without exits gets training-free ones: its own
 final norm and head at every c-th boundary.

@@ -142,12 +142,12 @@ def _restore(
     if not folder.is_dir() and (workdir / TUNING).is_dir():
         raise CheckpointError(
             f"{workdir} is a tuning run that has not ended: the command that began it "
-            "(python -m experiments.tune_exits ...) finishes it."
+            "(eejax tune ...) finishes it."
         )
     if not folder.is_dir():
         raise CheckpointError(
             f"{workdir} holds no checkpoints: give the --workdir of a training run "
-            "(python -m experiments.train --config=... --workdir=...)."
+            "(eejax train --config=... --workdir=...)."
         )
     checkpoints = Checkpoints(folder, read_only=True)
     try:

@@ -112,10 +112,7 @@ def with_benchmarks(
     """
     known = {name: _metrics_by_task(scores, name, SCORES) for name in profiles}
     missing = [name for name, found in known.items() if not found]
-    fix = (
-        "Import some: python -m experiments.repository --repository=FILE "
-        "--scores=NAME=RESULTS.json."
-    )
+    fix = "Import some: eejax repository --repository=FILE --scores=NAME=RESULTS.json."
     require(not missing, "quality", "benchmark", f"has no score of {', '.join(missing)}", fix)
     common = set.intersection(*({*found} for found in known.values()))
     lacking = sorted({*tasks} - common)

@@ -344,7 +344,7 @@ def _evaluation(row: Sequence[Any]) -> StoredEvaluation:
     return StoredEvaluation(*own)
 
 
-REBUILD = "python -m experiments.repository --repository={} --rebuild"
+REBUILD = "eejax repository --repository={} --rebuild"
 
 
 def date(time: float) -> str:

@@ -214,7 +214,7 @@ def _restrict_to_routers(
         "gate",
         "router",
         "no exit of this model has a router",
-        "experiments.calibrate (eejax.calibrate) trains them.",
+        "`eejax calibrate` (or eejax.calibrate) trains them.",
     )
     named = exits is not None and bool((active[by_router] & ~has).any())
     require(not named, "exits", exits, f"the exits at {lacking} have no router")

@@ -1,7 +1,7 @@
 """Check and measure the project on one GPU, stage after stage.
 
-    python -P -m experiments.gpu_check --stages=smoke,decode:engines --out=runs/gpu
-    JAX_PLATFORMS=cpu python -P -m experiments.gpu_check --dry_run --out=runs/dry
+    eejax gpu-check --stages=smoke,decode:engines --out=runs/gpu
+    JAX_PLATFORMS=cpu eejax gpu-check --dry_run --out=runs/dry
 
 It needs no workdir and no network. Each stage runs in processes of its own, and prints one JSON
 line when it ends: its name, whether all went well, seconds, and figures, or the error beside what
@@ -26,8 +26,8 @@ from typing import Any
 from absl import flags
 
 from eejax.common.errors import ConfigError
-from experiments import launch
-from experiments.gpu_check import stages
+from eejax.experiments import launch
+from eejax.experiments.gpu_check import stages
 
 _STAGES = flags.DEFINE_list(
     "stages", ["all"], "Names of stages, or STAGE:PART, in order; all: each of the stages."

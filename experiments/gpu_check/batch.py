@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import card_programs
-from experiments.batch_runs import SteadyBatch
-from experiments.gpu_check.check import METERED, StageCheck, mean_joules
-from experiments.gpu_check.decode import prompts, weights
+from eejax.experiments import card_programs
+from eejax.experiments.batch_runs import SteadyBatch
+from eejax.experiments.gpu_check.check import METERED, StageCheck, mean_joules
+from eejax.experiments.gpu_check.decode import prompts, weights
 
 SHARES = (0.5, 0.25, 0.25)
 """Shares of requests that leave by the first exit, by the second, and by the final one."""

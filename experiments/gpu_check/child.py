@@ -1,4 +1,4 @@
-"""One process of a stage: `python -m experiments.gpu_check.child JSON`, begun by `stages`."""
+"""One process of a stage: `python -m eejax.experiments.gpu_check.child JSON`, begun by `stages`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pathlib
 import sys
 import time
 
-from experiments.gpu_check.check import StageCheck
+from eejax.experiments.gpu_check.check import StageCheck
 
 
 def main(text: str) -> None:
@@ -60,7 +60,7 @@ def compile_all(check: StageCheck, module) -> None:
 def program_figures(made) -> dict[str, float]:
     """Return the bytes that a program takes, and the number of decisions that the host makes."""
     from eejax.analysis import hlo
-    from experiments import card_programs
+    from eejax.experiments import card_programs
 
     own = isinstance(made, card_programs.Compiled)
     program = hlo.parse(made.text if own else made.as_text())

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments import card_programs
-from experiments.gpu_check import traces
-from experiments.gpu_check.check import (
+from eejax.experiments import card_programs
+from eejax.experiments.gpu_check import traces
+from eejax.experiments.gpu_check.check import (
     METERED,
     StageCheck,
     call_forms,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments import card_programs
-from experiments.gpu_check import helios_programs
-from experiments.gpu_check.check import StageCheck, missing_module
-from experiments.gpu_check.decode import prompts, weights
+from eejax.experiments import card_programs
+from eejax.experiments.gpu_check import helios_programs
+from eejax.experiments.gpu_check.check import StageCheck, missing_module
+from eejax.experiments.gpu_check.decode import prompts, weights
 
 EARLY = 0.75
 """Share of a model's tokens that may leave by its first exit."""
@@ -158,7 +158,7 @@ class Models:
 
     def threshold(self, name: str, texts: list) -> float:
         """Return one by which a share `EARLY` of tokens leaves by a model's first exit."""
-        from experiments.helios_runs import StaticModel, drive
+        from eejax.experiments.helios_runs import StaticModel, drive
 
         given = dict(slots=self.slots[name], context=self.own.context)
         first = StaticModel(name, self.members[name], 1, 1.0, **given)
@@ -168,7 +168,7 @@ class Models:
 
     def alone(self, name: str) -> dict[str, Any]:
         """Serve all prompts by one whole model."""
-        from experiments.helios_runs import StaticModel
+        from eejax.experiments.helios_runs import StaticModel
 
         member = self.members[name]
         given = dict(slots=self.slots[name], context=self.own.context)
@@ -177,11 +177,11 @@ class Models:
 
     def controlled(self, objective: str) -> dict[str, Any]:
         """Serve all prompts by what the controller chooses for an objective."""
+        from eejax.experiments.helios_runs import ControlledFleet, Stopwatch
         from eejax.helios.choices import ControllerOptions
         from eejax.helios.controller import Controller
         from eejax.helios.objectives import ServiceObjective
         from eejax.helios.repository import Repository
-        from experiments.helios_runs import ControlledFleet, Stopwatch
 
         watch = Stopwatch()
         controller = Controller(
@@ -201,8 +201,8 @@ class Models:
         return found | dict(decisions=decided[:40], changes=changes[:40])
 
     def _driven(self, server) -> dict[str, Any]:
+        from eejax.experiments.helios_runs import drive
         from eejax.helios.energy import meter
-        from experiments.helios_runs import drive
 
         counter = meter()
         before = counter.read() if counter else 0.0

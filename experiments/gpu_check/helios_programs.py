@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments import card_programs
+from eejax.experiments import card_programs
 
 
 def of_member(

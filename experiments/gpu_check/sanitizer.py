@@ -37,7 +37,7 @@ def run(tool: str, ops: Sequence[str], seconds: float | None = None) -> Sanitize
     command = shutil.which("compute-sanitizer")
     if command is None:
         return None
-    cases = ["-P", "-m", "experiments.bench_kernels", "--once", f"--ops={','.join(ops)}"]
+    cases = ["-P", "-m", "eejax.experiments.bench_kernels", "--once", f"--ops={','.join(ops)}"]
     done = subprocess.run(
         [command, f"--tool={tool}", f"--error-exitcode={ERROR}", sys.executable, *cases],
         env=os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},

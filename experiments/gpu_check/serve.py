@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from experiments import card_programs
-from experiments.gpu_check.check import StageCheck, missing_module
+from eejax.experiments import card_programs
+from eejax.experiments.gpu_check.check import StageCheck, missing_module
 
 HOLDS_DEVICE = False
 NEEDED = ("fastapi", "uvicorn", "httpx", "prometheus_client")
@@ -62,9 +62,9 @@ class RandomModelBuilder:
 
     def __call__(self):
         from eejax.data.tokenizers import ByteTokenizer
+        from eejax.experiments.gpu_check.decode import weights
         from eejax.inference.engine import EarlyExitEngine
         from eejax.serving.messages import BuiltEngine
-        from experiments.gpu_check.decode import weights
 
         own = self.sizes
         config = own.model.config(own.context)
@@ -131,7 +131,7 @@ def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
     """
     import httpx
 
-    from experiments.serving_runs import closed_loop, times_of
+    from eejax.experiments.serving_runs import closed_loop, times_of
 
     clients = workload(own)
 
@@ -154,9 +154,9 @@ def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
 
 def alone(own: ServeSizes) -> dict[str, float]:
     """Put the same requests through the engine's scheduler without a server."""
+    from eejax.experiments.serving_runs import through_scheduler
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
-    from experiments.serving_runs import through_scheduler
 
     built, clients = RandomModelBuilder(own)(), workload(own)
     policy = ExitPolicy.make(built.config, 1)

@@ -16,9 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from eejax.experiments.gpu_check import exact, sanitizer
+from eejax.experiments.gpu_check.check import (
+    StageCheck,
+    call_forms,
+    copy_rate,
+    on_gpu,
+    product_rate,
+)
 from eejax.kernels.specs import OPS
-from experiments.gpu_check import exact, sanitizer
-from experiments.gpu_check.check import StageCheck, call_forms, copy_rate, on_gpu, product_rate
 
 BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 """Most of |result - float64's| / |float64's|, by the dtype of the states; TF32 is off."""

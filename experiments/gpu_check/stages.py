@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from experiments.gpu_settings import GRAPHS_FLAG
+from eejax.experiments.gpu_settings import GRAPHS_FLAG
 
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """For processes beside which others use the GPU."""
@@ -58,7 +58,7 @@ class GpuStage:
         return dataclasses.replace(self, name=name, parts=parts, rehearsed=None)
 
 
-_HERE = "experiments.gpu_check"
+_HERE = "eejax.experiments.gpu_check"
 _LOOPS = {"XLA_FLAGS": f"{GRAPHS_FLAG}=+WHILE"}
 STAGES = (
     GpuStage("smoke", f"{_HERE}.smoke"),
@@ -178,8 +178,7 @@ def _part(settings: RunSettings, seconds: float, log: pathlib.Path, **task: Any)
         # What is under way then may end by itself, and the rest is left out.
         seconds=seconds - min(30.0, 0.2 * seconds),
     )
-    safe = ["-P"] if sys.flags.safe_path else []
-    command = [sys.executable, *safe, "-m", "experiments.gpu_check.child", json.dumps(own)]
+    command = [sys.executable, "-P", "-m", "eejax.experiments.gpu_check.child", json.dumps(own)]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"} | task["environment"]
     with log.open("a") as file:
         print(f"== {stage.name} {part} {task['environment']}", file=file, flush=True)

@@ -88,7 +88,7 @@ def trained(size, batch: int, length: int, repeats: int, device: str) -> dict[st
     import numpy as np
     import torch
 
-    from experiments.gpu_check.check import median_seconds
+    from eejax.experiments.gpu_check.check import median_seconds
 
     model = build(size, device)
     adam = torch.optim.AdamW(

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments import card_programs
-from experiments.gpu_check import torch_peer
-from experiments.gpu_check.check import StageCheck, on_gpu, product_rate
+from eejax.experiments import card_programs
+from eejax.experiments.gpu_check import torch_peer
+from eejax.experiments.gpu_check.check import StageCheck, on_gpu, product_rate
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from eejax.common.errors import require, require_count
+from eejax.experiments.helios_simulation.pace import StepSeconds
+from eejax.experiments.helios_simulation.simulator import SimulationSetting, simulate
+from eejax.experiments.helios_simulation.traces import PromptTrace
 from eejax.helios.choices import Assignment, ControllerOptions, Decision, ModelDepth, ModelProfile
 from eejax.helios.controller import Controller
 from eejax.helios.disagreement_bound import DisagreementBound
 from eejax.helios.interfaces import ModelPolicy
 from eejax.helios.objectives import ServiceObjective, Telemetry
 from eejax.helios.repository import Repository
-from experiments.helios_simulation.pace import StepSeconds
-from experiments.helios_simulation.simulator import SimulationSetting, simulate
-from experiments.helios_simulation.traces import PromptTrace
 
 Make = Callable[[Callable[[], float]], ModelPolicy]
 

@@ -18,14 +18,18 @@ from functools import partial
 import numpy as np
 
 from eejax.common.errors import require, require_count
+from eejax.experiments.helios_simulation.pace import StepSeconds
+from eejax.experiments.helios_simulation.result import SimulatedEvent, SimulationResult
+from eejax.experiments.helios_simulation.slots import (
+    SimulatedCall,
+    SimulatedModel,
+    SimulatedRequest,
+)
+from eejax.experiments.helios_simulation.traces import PromptTrace
 from eejax.helios.choices import ModelDepth, ModelProfile, stricter
 from eejax.helios.disagreement_bound import AnswerAudit
 from eejax.helios.dispatch import Dispatcher
 from eejax.helios.interfaces import AnswerCosts, ModelPolicy
-from experiments.helios_simulation.pace import StepSeconds
-from experiments.helios_simulation.result import SimulatedEvent, SimulationResult
-from experiments.helios_simulation.slots import SimulatedCall, SimulatedModel, SimulatedRequest
-from experiments.helios_simulation.traces import PromptTrace
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,10 +7,10 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from eejax.experiments.helios_simulation.pace import StepSeconds
+from eejax.experiments.helios_simulation.traces import ModelTrace
 from eejax.helios.choices import ModelProfile
 from eejax.helios.interfaces import FleetRequest
-from experiments.helios_simulation.pace import StepSeconds
-from experiments.helios_simulation.traces import ModelTrace
 
 Leaving = Callable[[int, int], tuple[list, list]]
 """(exits, below) [p][n] of tokens, by a depth and how strict thresholds are."""

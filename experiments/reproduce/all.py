@@ -1,7 +1,7 @@
 """Every reproduction of the three papers, and one page of what was found.
 
-    EEJAX_DATA=DATA python -m experiments.reproduce.all --json
-    EEJAX_DATA=DATA python -m experiments.reproduce.all --only=mechanisms,inference
+    EEJAX_DATA=DATA eejax reproduce all --json
+    EEJAX_DATA=DATA eejax reproduce all --only=mechanisms,inference
 
 Runs each reproduction as a process of its own, in order, at a size for 2 cores: about 105 minutes
 in all where nothing else runs. Models are trained once and shared. Each leaves its files, its log
@@ -10,7 +10,7 @@ the data, its own source or a model that it needs has changed; a change of the l
 count, and --again=NAME runs one anew. A reproduction that fails is reported and does not stop the
 others; one that is stopped continues where it was, if it can.
 
-The page has a row for each claim of the catalogue (`experiments.reproduce.catalogue`). The exit
+The page has a row for each claim of the catalogue (`reproduce.catalogue`). The exit
 status is 1 where a claim has no finding, a finding belongs to no claim, or a reproduction fails;
 that a claim does not hold is a finding, and no failure. With --only the page is written to the
 folder --workdir and may lack rows. Steps that read prompts fail without the folder $EEJAX_DATA;
@@ -31,10 +31,10 @@ from typing import NamedTuple
 from absl import flags
 
 from eejax.common.paths import expanded
-from experiments import launch
-from experiments.reproduce import catalogue, page
-from experiments.reproduce.claims import MALFORMED, Finding
-from experiments.reproduce.steps import STEPS, ReproductionStep, execute
+from eejax.experiments import launch
+from eejax.experiments.reproduce import catalogue, page
+from eejax.experiments.reproduce.claims import MALFORMED, Finding
+from eejax.experiments.reproduce.steps import STEPS, ReproductionStep, execute
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/reproduce", "Where everything is left.")
 _OUTPUT = flags.DEFINE_string("output", None, "The page; docs/REPRODUCTION.md by default.")

@@ -15,8 +15,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from eejax.common.errors import require
-from experiments.reproduce import claims_ee_llm, claims_helios, claims_tide
-from experiments.reproduce.claims import OTHER_PAPERS, PAPERS, Claim, Finding, Verdict
+from eejax.experiments.reproduce import claims_ee_llm, claims_helios, claims_tide
+from eejax.experiments.reproduce.claims import OTHER_PAPERS, PAPERS, Claim, Finding, Verdict
 
 CATALOGUE: Mapping[str, tuple[Claim, ...]] = {
     module.PAPER: module.CLAIMS for module in (claims_ee_llm, claims_helios, claims_tide)

@@ -1,7 +1,7 @@
 """Claims of papers, and what a reproduction finds of each.
 
 A reproduction's summary has a list `findings`, one `Finding` for each claim that it speaks of;
-`experiments.reproduce.all` collects them on one page.
+`eejax reproduce all` collects them on one page.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from experiments.reproduce import claims_ee_llm_appendices
-from experiments.reproduce.claims import Claim
+from eejax.experiments.reproduce import claims_ee_llm_appendices
+from eejax.experiments.reproduce.claims import Claim
 
 PAPER = "EE-LLM"
 CORPUS = "needs hundreds of billions of tokens of training"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.reproduce.claims import Claim
+from eejax.experiments.reproduce.claims import Claim
 
 CLAIMS = (
     Claim(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.reproduce.claims import Claim
+from eejax.experiments.reproduce.claims import Claim
 
 PAPER = "HELIOS"
 TEN_MODELS = "needs ten pretrained models of 124M to 13B parameters on public benchmarks"

@@ -1,7 +1,7 @@
 """EE-LLM's convergence of training losses (Chen et al., ICML 2024: Figures 6 and 11).
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \\
-        python -m experiments.reproduce.convergence --workdir=runs/convergence
+        eejax reproduce convergence --workdir=runs/convergence
 
 The paper trains early-exit GPTs beside standard ones and finds that the losses of all exits fall at
 a similar pace, that early exits are slightly above the final one, and that the final exit's loss is
@@ -40,7 +40,7 @@ from absl import flags
 
 from eejax.common.errors import require_one_of
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/convergence", "Where everything is left.")
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of every variant.", lower_bound=1)
@@ -330,7 +330,7 @@ COMPARED = ("fig6_tied", "fig6_own")  # with the standard model, in the paper's 
 def findings(rows: list[dict]) -> list[dict]:
     """Findings about the paper's Figures 6 and 11. The curves' values are in its pictures only."""
     from eejax.analysis.convergence import SeedSpread
-    from experiments.reproduce.catalogue import finding
+    from eejax.experiments.reproduce.catalogue import finding
 
     scale = f"0.1M parameters, {LAYERS} layers, bytes of Python's library, 2 cores"
     found = []

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from experiments.reproduce import ee_llm_formulas
-from experiments.reproduce.catalogue import finding
-from experiments.reproduce.claims import Finding
+from eejax.experiments.reproduce import ee_llm_formulas
+from eejax.experiments.reproduce.catalogue import finding
+from eejax.experiments.reproduce.claims import Finding
 
 SIMULATED = "simulated, A100 GPUs"
 FITTED = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from experiments.reproduce import catalogue
-from experiments.reproduce.claims import Finding, Verdict
+from eejax.experiments.reproduce import catalogue
+from eejax.experiments.reproduce.claims import Finding, Verdict
 
 VERDICTS = {
     True: Verdict.HOLDS,

@@ -1,7 +1,7 @@
 """Thresholds with a guarantee on real text (CALM; Schuster et al. 2022, section 4).
 
-    python -m experiments.reproduce.guarantee --workdir=runs/quickstart
-    python -m experiments.reproduce.guarantee --workdir=runs/quickstart \\
+    eejax reproduce guarantee --workdir=runs/quickstart
+    eejax reproduce guarantee --workdir=runs/quickstart \\
         --text=prompts.jsonl --text_field=prompt
 
 The units are texts: windows of the run's held-out text, or the prompts in --text, cut to the
@@ -33,7 +33,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import DataError, require
-from experiments import decode_times, held_out, launch
+from eejax.experiments import decode_times, held_out, launch
 
 PROMPTS, NEW = 8, 128  # texts that are timed, and tokens of each
 
@@ -84,7 +84,7 @@ def main() -> None:
 
 def finding(result: dict):
     """Return the finding on CALM's guarantee."""
-    from experiments.reproduce.claims import Finding, Verdict
+    from eejax.experiments.reproduce.claims import Finding, Verdict
 
     return Finding(
         "CALM",

@@ -1,6 +1,6 @@
 """HELIOS' tables, figures and numbers (Kumar et al., arXiv 2504.10724) with two small models.
 
-    EEJAX_DATA=DATA python -m experiments.reproduce.helios --workdir=runs/helios --json
+    EEJAX_DATA=DATA eejax reproduce helios --workdir=runs/helios --json
 
 Everything is done by this one command, and what is there already is not done again:
 
@@ -34,8 +34,13 @@ from typing import Any
 from absl import flags
 
 from eejax.common.paths import expanded
-from experiments import launch
-from experiments.reproduce import helios_evidence, helios_models, helios_shapes, helios_simulated
+from eejax.experiments import launch
+from eejax.experiments.reproduce import (
+    helios_evidence,
+    helios_models,
+    helios_shapes,
+    helios_simulated,
+)
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/helios", "Where everything is left.")
 _TRAIN = flags.DEFINE_float("train", 0.35, "Share of the training steps of configs/mixed_*.py.")
@@ -61,7 +66,7 @@ SPECULATED = "summarization"  # CNN/DailyMail, on which section 6 compares
 def main() -> None:
     from eejax import analysis
     from eejax.checkpoint.files import write_text
-    from experiments.reproduce import helios_figures, helios_findings
+    from eejax.experiments.reproduce import helios_figures, helios_findings
 
     workdir = expanded(_WORKDIR.value)
     measured, models = prepare(workdir)
@@ -90,7 +95,7 @@ def prepare(workdir: pathlib.Path) -> tuple[Any, dict[str, Any]]:
 
     A recorded trace is taken as it is, whatever the flags of training say.
     """
-    from experiments.reproduce import helios_training
+    from eejax.experiments.reproduce import helios_training
 
     path = workdir / "trace.npz"
     known, models = path.exists(), {}
@@ -165,12 +170,12 @@ def reproduce(measured, world) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def live(models, measured, world) -> dict[str, Any]:
     """Relative errors of the simulation against a real fleet: of each whole model, and HELIOS."""
+    from eejax.experiments.helios_simulation import policies
+    from eejax.experiments.helios_simulation.result import show_errors, validate
+    from eejax.experiments.helios_simulation.simulator import simulate
+    from eejax.experiments.helios_simulation.traces import PromptTrace
     from eejax.helios.choices import ControllerOptions
     from eejax.helios.objectives import ServiceObjective
-    from experiments.helios_simulation import policies
-    from experiments.helios_simulation.result import show_errors, validate
-    from experiments.helios_simulation.simulator import simulate
-    from experiments.helios_simulation.traces import PromptTrace
 
     trace = measured.trace  # in the order in which a fleet is asked
     n, found, lines = min(_LIVE.value, len(trace)), {}, {}
@@ -196,7 +201,7 @@ def live(models, measured, world) -> dict[str, Any]:
 
 def show_simulated(rows: list[dict]) -> None:
     from eejax.analysis import table
-    from experiments.reproduce.findings import percent
+    from eejax.experiments.reproduce.findings import percent
 
     exits = [(model, e) for model, own in rows[0]["exits"].items() for e in range(len(own))]
     cells = [

@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
-from experiments.reproduce import helios_evidence as evidence
+from eejax.experiments.reproduce import helios_evidence as evidence
 
 NAMES = ("small only", "large only", "HELIOS")
 TIMELINES = {

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.reproduce import helios_paper as paper
-from experiments.reproduce import helios_served_findings as served
-from experiments.reproduce.findings import Findings, gain, percent
-from experiments.reproduce.helios_evidence import LIMITS, LOW
-from experiments.reproduce.helios_paper import FITTED, NEAR
-from experiments.reproduce.helios_simulated import of
+from eejax.experiments.reproduce import helios_paper as paper
+from eejax.experiments.reproduce import helios_served_findings as served
+from eejax.experiments.reproduce.findings import Findings, gain, percent
+from eejax.experiments.reproduce.helios_evidence import LIMITS, LOW
+from eejax.experiments.reproduce.helios_paper import FITTED, NEAR
+from eejax.experiments.reproduce.helios_simulated import of
 
 
 def findings(result: Mapping[str, Any], lines: Mapping[str, Any], scale: str) -> list[dict]:
     """All findings, as dicts.
 
     Args:
-      result: what `experiments.reproduce.helios` computed, by table and figure.
+      result: what `eejax reproduce helios` computed, by table and figure.
       lines: `PromptCurves` by the name of a row.
       scale: of everything that was run or simulated.
     """

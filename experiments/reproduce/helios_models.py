@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eejax.common.errors import DataError
-from experiments import launch
+from eejax.experiments import launch
 
 ALONG = "|"  # in a name: reader|writer
 UNSURE = 0.5  # thresholds while nothing is asked of them
@@ -23,7 +23,7 @@ class Measured(NamedTuple):
     """Everything that the reproduction needs of two models.
 
     Attributes:
-      trace: `experiments.helios_simulation.traces.PromptTrace` of both models.
+      trace: `helios_simulation.traces.PromptTrace` of both models.
       along: (reader, writer) -> `ModelTrace` of the reader on the writer's text.
       judged: mean log-probability of each prompt's text under a model of its own, by writer.
       profiles: `helios.choices.ModelProfile` by model.
@@ -44,7 +44,7 @@ def prompts(model, new: int, most: int | None) -> tuple[list[list[int]], tuple[s
 
     A prompt that leaves no room for `new` tokens keeps its end.
     """
-    from experiments import helios_runs
+    from eejax.experiments import helios_runs
 
     records = helios_runs.prompts()[:most]
     ids, cut = helios_runs.fitted(model.tokenizer, records, model.config.context_length - new)
@@ -82,7 +82,7 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
     Returns:
       `Measured`. It takes minutes.
     """
-    from experiments.helios_simulation import traces
+    from eejax.experiments.helios_simulation import traces
 
     served = {name: model for name, model in models.items() if name != "judge"}
     asked, tasks, cut = prompts(next(iter(served.values())), new, most)
@@ -152,7 +152,7 @@ def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[
 def save(measured: Measured, path: pathlib.Path) -> None:
     """Write the trace, and a JSON file beside it with what was measured."""
     from eejax.checkpoint.files import write_text
-    from experiments.helios_simulation.traces import PromptTrace
+    from eejax.experiments.helios_simulation.traces import PromptTrace
 
     along = {ALONG.join(pair): m for pair, m in measured.along.items()}
     PromptTrace({**measured.trace.models, **along}, measured.trace.kinds).save(path)
@@ -171,8 +171,8 @@ def beside(path: pathlib.Path) -> pathlib.Path:
 
 def load(path: pathlib.Path) -> Measured:
     """Read what `save` wrote. Raises DataError for other files."""
+    from eejax.experiments.helios_simulation import traces
     from eejax.helios.choices import ModelProfile
-    from experiments.helios_simulation import traces
 
     whole = traces.load(path)
     try:
@@ -199,8 +199,8 @@ def load(path: pathlib.Path) -> Measured:
 
 def paces(measured: Measured) -> dict[str, Any]:
     """Each model's `StepSeconds`, from what was measured of its engine."""
+    from eejax.experiments.helios_simulation.pace import StepSeconds
     from eejax.inference.batch_simulator import StepCosts
-    from experiments.helios_simulation.pace import StepSeconds
 
     fields, found = {f.name for f in dataclasses.fields(StepCosts)}, {}
     for name, own in measured.costs.items():
@@ -215,10 +215,10 @@ def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, o
     There are as many clients as slots. Everything is done twice and the second time counts, so that
     nothing is compiled meanwhile.
     """
+    from eejax.experiments.helios_runs import ControlledFleet, Stopwatch, drive
+    from eejax.experiments.helios_simulation.result import MeasuredResult
     from eejax.helios.controller import Controller
     from eejax.helios.repository import Repository
-    from experiments.helios_runs import ControlledFleet, Stopwatch, drive
-    from experiments.helios_simulation.result import MeasuredResult
 
     asked, _, _ = prompts(next(iter(models.values())), measured.trace.new, n)
     members = {

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.reproduce import helios_paper as paper
-from experiments.reproduce.findings import Findings, gain, percent
-from experiments.reproduce.helios_paper import FITTED, NEAR
-from experiments.reproduce.helios_simulated import of
+from eejax.experiments.reproduce import helios_paper as paper
+from eejax.experiments.reproduce.findings import Findings, gain, percent
+from eejax.experiments.reproduce.helios_paper import FITTED, NEAR
+from eejax.experiments.reproduce.helios_simulated import of
 
 
 def by_thresholds(result: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from experiments.capacity_models import LLAMA_2, depths, models, requests_that_fit
+from eejax.experiments.capacity_models import LLAMA_2, depths, models, requests_that_fit
 
 DTYPE = "bfloat16"
 BUDGET = 40e9  # bytes of the paper's A100
@@ -21,7 +21,7 @@ STEP = 4  # layers between the exits of Figure 6
 
 def table_2() -> list[dict]:
     """Parameters, layers and exits of the configurations of HELIOS' two models."""
-    from configs import helios_opt_1b3, helios_opt_6b7
+    from eejax.configs import helios_opt_1b3, helios_opt_6b7
     from eejax.models import params
     from eejax.models.config import ModelConfig
 

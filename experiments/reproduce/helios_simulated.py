@@ -1,7 +1,7 @@
 """HELIOS and what it is compared with, SIMULATED on a trace, prompt by prompt.
 
 The controller that decides is the one that serves; only time is simulated
-(`experiments.helios_simulation.simulator`).
+(`helios_simulation.simulator`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reproduce import helios_evidence as evidence
+from eejax.experiments.reproduce import helios_evidence as evidence
 
 INTERVALS = (25, 50, 100, 150, 200, 250, 300)  # Figure 17a
 EARLY = (0.9, 0.78, 0.6, 0.4, 0.2)  # Figure 17b: share of tokens that leave early
@@ -31,9 +31,9 @@ class World:
     """The setting that simulations of one order of prompts share.
 
     Attributes:
-      trace: `experiments.helios_simulation.traces.PromptTrace`, in the order in which prompts come.
+      trace: `helios_simulation.traces.PromptTrace`, in the order in which prompts come.
       profiles, paces: by model.
-      setting: `experiments.helios_simulation.simulator.SimulationSetting`.
+      setting: `helios_simulation.simulator.SimulationSetting`.
       thresholds: by model, one for all of its exits.
     """
 
@@ -46,7 +46,7 @@ class World:
     @classmethod
     def make(cls, measured, paces: Mapping[str, Any], early: float, steps: int):
         """Task after task, as in the paper's figures; `early` of the tokens leave early."""
-        from experiments.helios_simulation.simulator import SimulationSetting
+        from eejax.experiments.helios_simulation.simulator import SimulationSetting
 
         trace = measured.trace.ordered(task_order(measured.trace))
         limits = {n: evidence.threshold_for(m, early) for n, m in trace.models.items()}
@@ -58,16 +58,16 @@ class World:
         return cls(trace, profiles, paces, setting, limits)
 
     def run(self, make: Callable, **changes):
-        from experiments.helios_simulation.simulator import simulate
+        from eejax.experiments.helios_simulation.simulator import simulate
 
         setting = dataclasses.replace(self.setting, **changes)
         return simulate(self.trace, self.profiles, self.paces, make, setting)
 
     def helios(self, objective: str, **options):
         """A policy: the controller under an objective, for texts as long as the trace's."""
+        from eejax.experiments.helios_simulation import policies
         from eejax.helios.choices import ControllerOptions
         from eejax.helios.objectives import ServiceObjective
-        from experiments.helios_simulation import policies
 
         own = ControllerOptions(**(dict(tokens=self.trace.new) | options))
         return policies.helios(self.profiles, ServiceObjective.of(OBJECTIVES[objective]), own)
@@ -189,7 +189,7 @@ def compared(world: World) -> tuple[list[dict], dict[str, PromptCurves]]:
     Each model alone with its exits, each without them, HELIOS under every objective, and HELIOS for
     throughput where only one model fits the memory.
     """
-    from experiments.helios_simulation import policies
+    from eejax.experiments.helios_simulation import policies
 
     rows, lines = [], {}
 
@@ -216,7 +216,7 @@ def sensitivity(world: World, at: Callable[[float], World]) -> dict[str, list[di
     Args:
       at: the world in which a share of the tokens leaves early.
     """
-    from experiments.helios_simulation import policies
+    from eejax.experiments.helios_simulation import policies
 
     def value(x: float, there: World, static: bool, **options) -> dict:
         simulated = there.run(there.helios("throughput", **options))

@@ -12,7 +12,7 @@ import subprocess
 import sys
 
 from eejax.common.errors import require
-from experiments import launch
+from eejax.experiments import launch
 
 EXITS = {"small": (2, 4), "large": (3, 6), "judge": ()}
 """Boundaries of each model's early exits: of 8, 12 and 10 layers."""
@@ -28,7 +28,7 @@ def experiment(name: str, folder: pathlib.Path, share: float, tiny: bool = False
       share: of the configuration's training steps.
       tiny: a size for tests, which shows nothing.
     """
-    from configs import mixed_judge, mixed_large, mixed_small
+    from eejax.configs import mixed_judge, mixed_large, mixed_small
     from eejax.train.config import Experiment
 
     files = {"small": mixed_small, "large": mixed_large, "judge": mixed_judge}
@@ -63,7 +63,7 @@ def train(folder: pathlib.Path, share: float, tiny: bool = False) -> dict[str, p
     text = folder / "tasks.jsonl"
     if not text.exists():
         part = text.with_suffix(".part")
-        module = ("-P", "-m", "experiments.task_text", f"--output={part}")
+        module = ("-P", "-m", "eejax.experiments.task_text", f"--output={part}")
         if subprocess.run([sys.executable, *module]).returncode:
             sys.exit(1)  # it said why
         part.rename(text)

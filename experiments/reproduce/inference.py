@@ -1,7 +1,7 @@
 """EE-LLM's inference (Chen et al., ICML 2024: Figures 8 and 10, Tables 3 and 4) on a trained run.
 
     EEJAX_DATA=DATA XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
-        python -m experiments.reproduce.inference --workdir=runs/quickstart
+        eejax reproduce inference --workdir=runs/quickstart
 
 The paper generates with confidence thresholds from 1 down, by KV recomputation on one device and by
 a pipeline of stages, and draws tasks' scores over speed. This is the same for any run, and small.
@@ -53,10 +53,10 @@ from absl import flags
 
 from eejax.common.errors import DataError, require
 from eejax.common.paths import expanded
-from experiments import decode_times, held_out, launch, step_costs
-from experiments.reproduce import exit_tables, inference_findings, inference_tasks
-from experiments.reproduce.inference_figures import SCORES, draw, draw_tasks
-from experiments.reproduce.inference_tasks import BATCH, MIXED
+from eejax.experiments import decode_times, held_out, launch, step_costs
+from eejax.experiments.reproduce import exit_tables, inference_findings, inference_tasks
+from eejax.experiments.reproduce.inference_figures import SCORES, draw, draw_tasks
+from eejax.experiments.reproduce.inference_tasks import BATCH, MIXED
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _THRESHOLDS = flags.DEFINE_list(

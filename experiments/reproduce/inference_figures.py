@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
-from experiments.reproduce import inference_tasks
+from eejax.experiments.reproduce import inference_tasks
 
 SCORES = {
     "accuracy": "LAMBADA, last words completed",

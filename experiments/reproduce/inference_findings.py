@@ -1,4 +1,4 @@
-"""Findings of `experiments.reproduce.inference` on EE-LLM's Figures 8, 10 and Tables 3, 4."""
+"""Findings of `eejax reproduce inference` on EE-LLM's Figures 8, 10 and Tables 3, 4."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.reproduce import exit_tables
-from experiments.reproduce.catalogue import finding
-from experiments.reproduce.claims import Finding
-from experiments.reproduce.inference_tasks import MEANINGFUL, TASKS
+from eejax.experiments.reproduce import exit_tables
+from eejax.experiments.reproduce.catalogue import finding
+from eejax.experiments.reproduce.claims import Finding
+from eejax.experiments.reproduce.inference_tasks import MEANINGFUL, TASKS
 
 COMPARABLE = 0.1  # of the full model's score or perplexity: so much worse is comparable
 SAME = 0.9  # of the tokens: so many change little

@@ -58,7 +58,7 @@ def metrics() -> dict[str, Callable[[str, str], float]]:
         from lm_eval.tasks.drop.utils import get_metrics
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError as error:
-        fix = "pip install -e '.[eval]'."
+        fix = "pip install 'eejax[eval]'."
         raise ConfigError(
             f"scores of tasks need lm-eval and rouge-score ({error}): {fix}"
         ) from error

@@ -1,7 +1,7 @@
 """Propositions, equations and mechanisms of the papers, each computed on a model of seconds.
 
     XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
-        python -m experiments.reproduce.mechanisms --json
+        eejax reproduce mechanisms --json
 
 What needs no scale: gradients on pipeline stages beside autodiff of the whole loss (EE-LLM,
 Proposition 3.1), filled iterations over draws of text (Claim C.1), times and memory of schedules
@@ -10,7 +10,7 @@ beside the closed forms (Appendix A.3, C.2), tokens of all inference methods bes
 Section 3.4.2). Needs four devices, which may be fake ones as above; kernels run in Triton's
 interpreter. About 8 minutes on 2 cores.
 
-With --json the last line is one JSON object; its `findings` are what `experiments.reproduce.all`
+With --json the last line is one JSON object; its `findings` are what `eejax reproduce all`
 puts on the page.
 """
 
@@ -25,8 +25,8 @@ from absl import flags
 os.environ.setdefault("TRITON_INTERPRET", "1")  # before Triton is imported
 
 from eejax.common.errors import require
-from experiments import launch
-from experiments.reproduce.claims import Finding
+from eejax.experiments import launch
+from eejax.experiments.reproduce.claims import Finding
 
 _PARTS = flags.DEFINE_list("parts", None, "Only these; all by default.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
@@ -36,7 +36,7 @@ def main() -> None:
     import jax
 
     from eejax.common.errors import require_one_of
-    from experiments.reproduce import (
+    from eejax.experiments.reproduce import (
         mechanisms_helios,
         mechanisms_inference,
         mechanisms_routers,

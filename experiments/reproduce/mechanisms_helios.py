@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from experiments.reproduce.catalogue import finding
-from experiments.reproduce.claims import Finding
+from eejax.experiments.reproduce.catalogue import finding
+from eejax.experiments.reproduce.claims import Finding
 
 SCALE = "eejax's controller, costs made up"
 LOADS = (0.05, 0.1, 0.2)  # seconds of a segment

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.reproduce.catalogue import finding
-from experiments.reproduce.claims import Finding
+from eejax.experiments.reproduce.catalogue import finding
+from eejax.experiments.reproduce.claims import Finding
 
 STAGES, NEW, CAP = 4, 40, 8
 THRESHOLDS = (1.0, 0.5, 0.3, 0.2)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.reproduce.catalogue import finding
-from experiments.reproduce.claims import Finding
+from eejax.experiments.reproduce.catalogue import finding
+from eejax.experiments.reproduce.claims import Finding
 
 SCALE = "float32, random states"
 DIFFERS = "the value differs by more than rounding, which is a fault of ours"
@@ -28,14 +28,16 @@ def library() -> Iterator[Finding]:
 
     import eejax
 
-    files = sorted(pathlib.Path(eejax.__file__).parent.rglob("*.py"))
+    package = pathlib.Path(eejax.__file__).parent
+    rooms = {file: file.relative_to(package).parts[0] for file in package.rglob("*.py")}
+    files = sorted(f for f, room in rooms.items() if room not in ("configs", "experiments"))
     found = set()
     for file in files:
         for node in ast.walk(ast.parse(file.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name.split(".")[0] == "transformers" for name in names):
-                found.add(str(file.relative_to(pathlib.Path(eejax.__file__).parent)))
+                found.add(str(file.relative_to(package)))
     yield judged(
         "any-transformers",
         None,

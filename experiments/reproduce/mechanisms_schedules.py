@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from experiments.reproduce import ee_llm_formulas
-from experiments.reproduce.catalogue import finding
-from experiments.reproduce.claims import Finding
+from eejax.experiments.reproduce import ee_llm_formulas
+from eejax.experiments.reproduce.catalogue import finding
+from eejax.experiments.reproduce.claims import Finding
 
 SCALE = "simulated"
 STAGES = 4
@@ -76,7 +76,7 @@ def paper_model(name: str):
 
     from eejax.models.config import ModelConfig
 
-    config = importlib.import_module(f"configs.{name}").get_config()
+    config = importlib.import_module(f"eejax.configs.{name}").get_config()
     return config, ModelConfig.from_dict(config.model.to_dict())
 
 
@@ -384,7 +384,7 @@ def model_7b(exit_: dict, boundaries, head: str = "own"):
 
     from eejax.models.config import ModelConfig
 
-    values = importlib.import_module("configs.ee_llm_7b").get_config().model.to_dict()
+    values = importlib.import_module("eejax.configs.ee_llm_7b").get_config().model.to_dict()
     exits = [exit_ | {"boundary": n, "head": head} for n in boundaries]
     return ModelConfig.from_dict(values | {"exits": exits, "head": head})
 

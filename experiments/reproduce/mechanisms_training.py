@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from experiments.reproduce.catalogue import finding
-from experiments.reproduce.claims import Finding
+from eejax.experiments.reproduce.catalogue import finding
+from eejax.experiments.reproduce.claims import Finding
 
 STAGES, LENGTH, VOCAB = 4, 8, 24
 EXACT = 1e-5  # relative; float32 sums in another order differ by less
@@ -243,7 +243,7 @@ def weights_of_losses() -> Iterator[Finding]:
     yield judged("weights", right, f"at steps 0, 50, 100, 200 of 100: {told}", "configuration")
     own = {}
     for name in ("1b3", "7b"):
-        c = importlib.import_module(f"configs.ee_llm_{name}").get_config()
+        c = importlib.import_module(f"eejax.configs.ee_llm_{name}").get_config()
         exits = [dict(e) for e in c.model.exits]
         own[name] = (
             c.model.head,
@@ -269,7 +269,7 @@ def weights_of_losses() -> Iterator[Finding]:
         "a configuration differs from the paper",
     )
     names = ("1b3", "7b", "13b", "30b")
-    configs = [importlib.import_module(f"configs.ee_llm_{n}").get_config() for n in names]
+    configs = [importlib.import_module(f"eejax.configs.ee_llm_{n}").get_config() for n in names]
     have = {
         (
             c.optimizer.b1,

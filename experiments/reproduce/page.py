@@ -11,8 +11,8 @@ import platform
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from experiments.reproduce.catalogue import Collection, Entry
-from experiments.reproduce.claims import Finding, Verdict
+from eejax.experiments.reproduce.catalogue import Collection, Entry
+from eejax.experiments.reproduce.claims import Finding, Verdict
 
 TITLES = {
     "EE-LLM": "EE-LLM (Chen et al., ICML 2024)",
@@ -31,7 +31,7 @@ RULES = (
     "is at least half of it (1.24x), and a share if it is within 10 points, or better; where a row "
     "states another bound, that bound decides."
 )
-COMMAND = "EEJAX_DATA=DATA python -m experiments.reproduce.all --json"
+COMMAND = "EEJAX_DATA=DATA eejax reproduce all --json"
 
 
 def machine() -> str:

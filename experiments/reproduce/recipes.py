@@ -1,7 +1,7 @@
 """Which training recipe makes exits agree best with the final one, at equal training tokens.
 
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \\
-        python -m experiments.reproduce.recipes --workdir=runs/recipes
+        eejax reproduce recipes --workdir=runs/recipes
 
 The quickstart's model and text, trained anew by each recipe and with the same seeds: as it is
 ("plain"); with LayerSkip's layer dropout and rotating exit curriculum (Elhoushi et al. 2024); with
@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from eejax.common.paths import expanded
-from experiments import launch
+from eejax.experiments import launch
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/recipes", "Where everything is left.")
 _SEEDS = flags.DEFINE_integer("seeds", 2, "Runs of every recipe.", lower_bound=1)
@@ -46,8 +46,8 @@ HELD_OUT = 150_000  # tokens
 
 
 def experiment(recipe: str, seed: int, steps: int | None, packed: pathlib.Path, tiny: bool):
-    from configs import quickstart
-    from configs import tiny as small
+    from eejax.configs import quickstart
+    from eejax.configs import tiny as small
     from eejax.train.config import Experiment
 
     config = (small if tiny else quickstart).get_config()
@@ -129,7 +129,7 @@ def best(rows: dict[str, dict]) -> str:
 
 def findings(rows: dict[str, dict]) -> list[dict]:
     """Return the findings on LayerSkip's recipe; none if it was not trained."""
-    from experiments.reproduce.claims import Finding, Verdict
+    from eejax.experiments.reproduce.claims import Finding, Verdict
 
     if "layer_dropout" not in rows:
         return []

@@ -1,4 +1,4 @@
-"""The reproductions that `experiments.reproduce.all` runs, one process each."""
+"""The reproductions that `eejax reproduce all` runs, one process each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from experiments.reproduce.claims import MALFORMED, Finding
+from eejax.experiments.reproduce.claims import MALFORMED, Finding
 
 HERE = pathlib.Path(__file__).parent
-MODULES = "experiments.reproduce."
+MODULES = "eejax.experiments.reproduce."
 SLOWER = 8  # times the expected minutes after which a step counts as hanging
 
 

@@ -1,6 +1,6 @@
 """TIDE's tables and numbers on one small model, and what layers that are really skipped bring.
 
-    python -m experiments.reproduce.tide --workdir=runs/tide --json
+    eejax reproduce tide --workdir=runs/tide --json
 
 Jaber and Jaber, "TIDE: Token-Informed Depth Execution" (arXiv 2603.21365): exits in a prompt's pass
 (Table 3), its latency and throughput by batch size (Table 4), decoding of one worked problem (Table
@@ -39,9 +39,9 @@ import numpy as np
 from absl import flags
 
 from eejax.common.paths import expanded
-from experiments import launch
-from experiments.reproduce import tide_findings, tide_model, tide_paper, tide_problem
-from experiments.windows import batches, cut, divided, prompts
+from eejax.experiments import launch
+from eejax.experiments.reproduce import tide_findings, tide_model, tide_paper, tide_problem
+from eejax.experiments.windows import batches, cut, divided, prompts
 
 _MODEL = flags.DEFINE_string("model", None, "A checkpoint of bytes; tinylm by default.")
 _TEXT = flags.DEFINE_string("text", None, "Its text; tinyshakespeare by default.")
@@ -305,7 +305,7 @@ def unlike(texts: list, oracle: list) -> dict:
     `near_ties`: those in which the oracle's margin says that rounding may have decided at the first
     one; `others`: the rest.
     """
-    from experiments.decode_times import TIE
+    from eejax.experiments.decode_times import TIE
 
     found = {"near_ties": 0, "others": 0}
     for one, right in zip(texts, oracle, strict=True):

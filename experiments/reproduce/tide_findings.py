@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from experiments.reproduce import tide_paper as paper
-from experiments.reproduce.findings import Findings, percent
+from eejax.experiments.reproduce import tide_paper as paper
+from eejax.experiments.reproduce.findings import Findings, percent
 
 NO_GPU = "Kernels specialised for a GPU are compiled there, and no GPU is here."
 SHOWN = 60  # characters of an answer
@@ -22,7 +22,7 @@ def findings(result: Mapping[str, Any], scale: str) -> list[dict]:
     """All findings, as dicts.
 
     Args:
-      result: what `experiments.reproduce.tide` computed.
+      result: what `eejax reproduce tide` computed.
       scale: of everything that was run.
     """
     found = Findings("TIDE", scale)

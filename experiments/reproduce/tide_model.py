@@ -6,8 +6,8 @@ import os
 import pathlib
 import sys
 
-from experiments import launch
-from experiments.windows import given
+from eejax.experiments import launch
+from eejax.experiments.windows import given
 
 BYTES = 1_500_000  # of Python's standard library, which a model of its own learns
 STEPS = 600
@@ -29,7 +29,7 @@ def checkpoint(
 
 def trained(workdir: pathlib.Path, unseen: int) -> tuple[pathlib.Path, pathlib.Path]:
     """The run of a plain model of bytes, and its text; continues a run that was stopped."""
-    from configs import quickstart
+    from eejax.configs import quickstart
     from eejax.data import PythonStdlib
     from eejax.train.config import Experiment
     from eejax.train.loop import fit

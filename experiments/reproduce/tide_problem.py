@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from experiments.reproduce.tide_paper import PROBLEM, TABLE_5
+from eejax.experiments.reproduce.tide_paper import PROBLEM, TABLE_5
 
 NEW = 256  # tokens of the paper's answers
 ANSWER = {"apples": 6, "oranges": 4}

@@ -1,12 +1,12 @@
 """EE-LLM's training efficiency (Chen et al., ICML 2024: Table 1, Figures 3, 4, 7 and 9), simulated.
 
-    python -m experiments.reproduce.training_efficiency --workdir=runs/training_efficiency
+    eejax reproduce training-efficiency --workdir=runs/training_efficiency
 
 What early exits cost a pipeline in time and memory, beside what the paper measured: EE-LLM's
 asynchronous 1F1B with and without its two optimizations, and our lockstep table. No device is
 needed and nothing is trained; it takes half a minute.
 
-Times and bytes are those of `experiments.reproduce.megatron`: operations and bytes counted from the
+Times and bytes are those of `reproduce.megatron`: operations and bytes counted from the
 authors' code, on A100 GPUs. Two constants are fitted to Table 1. The rate of matrix products is
 fitted to each model's Standard row. The share of the memory's bandwidth that the gradient of the
 input embedding reaches is fitted to one difference, what optimization 2 saves the 1.3B model. The
@@ -41,8 +41,8 @@ import pathlib
 from absl import flags
 
 from eejax.common.paths import expanded
-from experiments import launch
-from experiments.reproduce import megatron
+from eejax.experiments import launch
+from eejax.experiments.reproduce import megatron
 
 _WORKDIR = flags.DEFINE_string("workdir", "runs/training_efficiency", "Where everything is left.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
@@ -109,7 +109,7 @@ def model_of(setting: EfficiencySetting, depths: tuple[float, ...] = (1 / 4, 1 /
 
     from eejax.models.config import ModelConfig
 
-    values = importlib.import_module(f"configs.{setting.config}").get_config().model.to_dict()
+    values = importlib.import_module(f"eejax.configs.{setting.config}").get_config().model.to_dict()
     exit = {"norm": False, "head": "own"}
     exits = [exit | {"boundary": int(d * values["n_layers"])} for d in sorted(depths)]
     return ModelConfig.from_dict(values | {"head": "own", "exits": exits})
@@ -337,7 +337,7 @@ def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
 
 def main() -> None:
     from eejax.checkpoint.files import write_text
-    from experiments.reproduce import efficiency_findings
+    from eejax.experiments.reproduce import efficiency_findings
 
     workdir = expanded(_WORKDIR.value)
     workdir.mkdir(parents=True, exist_ok=True)

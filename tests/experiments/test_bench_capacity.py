@@ -12,14 +12,14 @@ from eejax.inference import capacity
 from eejax.inference.options import EngineOptions
 from eejax.models import params
 
-bench = functions_of("experiments.bench_capacity")
+bench = functions_of("eejax.experiments.bench_capacity")
 TINY = dict(n_layers=2, d_model=32, n_heads=2, d_ff=64, vocab_size=96, context_length=64)
 
 
 @pytest.fixture
 def asked(capsys):
     def run(*arguments):
-        call("experiments.bench_capacity", *arguments, "--json")
+        call("eejax.experiments.bench_capacity", *arguments, "--json")
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     return run

@@ -20,16 +20,23 @@ from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer, save_tokenizer
+from eejax.experiments import helios_runs
+from eejax.experiments.helios_runs import (
+    RandomPolicy,
+    Stopwatch,
+    TimedAnswer,
+    drive,
+    fitted,
+    ordered,
+)
 from eejax.helios.choices import ControllerOptions, ModelDepth
 from eejax.helios.pool import ModelChange
 from eejax.helios.repository import Repository
 from eejax.inference.request import Token
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train.config import DataConfig, ExitWeights, Experiment
-from experiments import helios_runs
-from experiments.helios_runs import RandomPolicy, Stopwatch, TimedAnswer, drive, fitted, ordered
 
-bench_helios = functions_of("experiments.bench_helios")
+bench_helios = functions_of("eejax.experiments.bench_helios")
 
 A, B = ModelDepth("a", 1), ModelDepth("b", 2)
 TASKS = [task for task in range(10) for _ in range(12)]
@@ -433,7 +440,7 @@ def test_the_benchmark_runs_to_its_end(tmp_path, one_device):
             sys.executable,
             "-P",
             "-m",
-            "experiments.bench_helios",
+            "eejax.experiments.bench_helios",
             *runs,
             "--json",
             "--new=6",

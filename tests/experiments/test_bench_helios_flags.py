@@ -33,4 +33,4 @@ from eejax.common.errors import ConfigError
 def test_flags_are_checked_before_a_model_is_opened(flag, said):
     wrong = (ConfigError, absl_flags.IllegalFlagValueError)
     with pytest.raises(wrong, match=f"^{re.escape(said)}"):
-        call("experiments.bench_helios", "--small=/none", "--large=/none", flag)
+        call("eejax.experiments.bench_helios", "--small=/none", "--large=/none", flag)

@@ -1,4 +1,4 @@
-"""experiments.bench_kernels, as far as it goes without a GPU."""
+"""eejax.experiments.bench_kernels, as far as it goes without a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from launchers import call, functions_of
 from eejax.common.errors import ConfigError
 from eejax.kernels.specs import OPS
 
-BENCH = "experiments.bench_kernels"
+BENCH = "eejax.experiments.bench_kernels"
 
 
 def test_without_a_gpu_it_says_what_there_is():

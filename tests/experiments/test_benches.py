@@ -16,14 +16,22 @@ from eejax.pipeline.simulate import simulate
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 
-batch_runs = functions_of("experiments.batch_runs")
-bench_engines = functions_of("experiments.bench_engines")
-bench_pipeline = functions_of("experiments.bench_pipeline")
-slot_costs = functions_of("experiments.slot_costs")
+batch_runs = functions_of("eejax.experiments.batch_runs")
+bench_engines = functions_of("eejax.experiments.bench_engines")
+bench_pipeline = functions_of("eejax.experiments.bench_pipeline")
+slot_costs = functions_of("eejax.experiments.slot_costs")
 
 
 def run(module: str, *flags: str) -> dict:
-    command = [sys.executable, "-P", "-m", f"experiments.{module}", "--json", "--pairs=2", *flags]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        f"eejax.experiments.{module}",
+        "--json",
+        "--pairs=2",
+        *flags,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=800)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

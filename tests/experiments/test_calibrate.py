@@ -39,7 +39,7 @@ def routed(small_run, tmp_path_factory):
         lines = []
         patch.setattr("builtins.print", lambda *a, **k: lines.append(" ".join(map(str, a))))
         call(
-            "experiments.calibrate",
+            "eejax.experiments.calibrate",
             f"--base={folder / 'base'}",
             f"--workdir={folder / 'run'}",
             "--json",
@@ -84,7 +84,7 @@ def test_printed_thresholds_are_those_that_were_judged(routed):
     def floats(text):
         return np.array(text.split(","), np.float32)
 
-    command = re.search(r"experiments.generate .*--threshold=(\S+)", told)[1]
+    command = re.search(r"eejax generate .*--threshold=(\S+)", told)[1]
     judged = {a: np.float32(p["threshold"]) for a, p in result["points"].items()}
     np.testing.assert_array_equal(floats(command), judged["0.95"])
     table = [line.split()[-1] for line in told.splitlines() if re.match(r"9\d% ", line)]
@@ -96,7 +96,7 @@ def test_printed_thresholds_are_those_that_were_judged(routed):
         np.testing.assert_array_equal(floats(one), np.float32([promised]))
     else:
         assert "windows are too few to promise it" in line[0]
-    exact = functions_of("experiments.calibrate").exact
+    exact = functions_of("eejax.experiments.calibrate").exact
     below = np.nextafter(np.float32(1), np.float32(0))
     for value, text in ((1.0, "1"), (0.0, "0"), (0.99997, "0.99997"), (0.57, "0.57")):
         assert exact(value) == text
@@ -110,20 +110,20 @@ def test_an_imported_model_has_no_text_of_its_own(small_run, tmp_path, capsys, m
     import_pretrained(tmp_path / "hf", base, tokenizer="bytes", data={"length": 64})
     arguments = [f"--base={base}", f"--workdir={tmp_path / 'run'}", *FEW]
     with pytest.raises(ConfigError, match=r"--source = None: must name .*--source=python-stdlib"):
-        call("experiments.calibrate", *arguments)
-    tune = [sys.executable, "-m", "experiments.tune_exits", f"--base={base}", "--exits=1"]
+        call("eejax.experiments.calibrate", *arguments)
+    tune = [sys.executable, "-m", "eejax.experiments.tune_exits", f"--base={base}", "--exits=1"]
     done = subprocess.run(
         [*tune, f"--workdir={tmp_path / 'tuned'}"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 1 and "error: --source = None: must name a text" in done.stderr
     texts = sorted(small_run.parent.glob("*.txt"))
-    call("experiments.calibrate", *arguments, f"--source={','.join(map(str, texts))}")
+    call("eejax.experiments.calibrate", *arguments, f"--source={','.join(map(str, texts))}")
     assert f"text: {', '.join(map(str, texts))}\n" in capsys.readouterr().out
     # As is said there, it is another thing to ask for that library.
     with pytest.raises(DataError, match="none of it today"):
         monkeypatch.setattr(data, "pack", lambda source, *a, **k: stop(source))
         other = f"--workdir={tmp_path / 'other'}"
-        call("experiments.calibrate", *arguments, other, "--source=python-stdlib")
+        call("eejax.experiments.calibrate", *arguments, other, "--source=python-stdlib")
 
 
 def stop(source):
@@ -134,7 +134,7 @@ def stop(source):
 def test_other_launchers_take_it_as_a_run(routed, tmp_path, capsys):
     workdir, _ = routed
     call(
-        "experiments.generate",
+        "eejax.experiments.generate",
         f"--workdir={workdir}",
         "--gate=router",
         "--threshold=0.3,0.3",
@@ -144,9 +144,9 @@ def test_other_launchers_take_it_as_a_run(routed, tmp_path, capsys):
         "--json",
     )
     said = json.loads(capsys.readouterr().out.splitlines()[-1])
-    call("experiments.evaluate", f"--workdir={workdir}", "--batches=1")
+    call("eejax.experiments.evaluate", f"--workdir={workdir}", "--batches=1")
     assert "exit_1" in capsys.readouterr().out
-    call("experiments.export_hf", f"--workdir={workdir}", f"--output={tmp_path / 'out'}")
+    call("eejax.experiments.export_hf", f"--workdir={workdir}", f"--output={tmp_path / 'out'}")
     back = load_pretrained(tmp_path / "out")
     assert [e.router for e in back.config.exits] == [8, 8]
     jax.tree.map(np.testing.assert_array_equal, back.params, load_run(workdir).params)
@@ -220,7 +220,7 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
         with pytest.raises(
             ConfigError, match=f"--workdir = '{to}' with --base = '{of}': .*{reason}"
         ):
-            call("experiments.calibrate", f"--base={of}", f"--workdir={to}", *FEW)
+            call("eejax.experiments.calibrate", f"--base={of}", f"--workdir={to}", *FEW)
         model = load_run(workdir)
         with pytest.raises(ConfigError, match=f"workdir = '{to}' with base = '{of}': .*{reason}"):
             write_overlay(to, of, model.step, model.config, model.params, model.metadata)
@@ -279,12 +279,12 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(routers, "write_arrays", die)
-        call("experiments.calibrate", *arguments)
+        call("eejax.experiments.calibrate", *arguments)
     assert list((tmp_path / "run" / "calibration").glob("states-*"))
     with pytest.raises(ConfigError, match=r"options.width = 16, there 8\. Remove"):
-        call("experiments.calibrate", *arguments, "--width=16")
+        call("eejax.experiments.calibrate", *arguments, "--width=16")
     capsys.readouterr()
-    call("experiments.calibrate", *arguments)
+    call("eejax.experiments.calibrate", *arguments)
     said = capsys.readouterr()
     assert "epoch 1 of" not in said.err and "epoch 2 of 2" in said.err
     made = load_run(tmp_path / "run")
@@ -309,7 +309,7 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
 def test_what_cannot_be_calibrated_is_told(small_run, tmp_path, arguments, error, message):
     given = [f"--base={small_run}", f"--workdir={tmp_path / 'run'}", *FEW, *arguments]
     with pytest.raises(error, match=message):
-        call("experiments.calibrate", *given)
+        call("eejax.experiments.calibrate", *given)
     with pytest.raises(CheckpointError, match="holds no checkpoints"):
         load_run(tmp_path / "run")
     # Nothing is left that would be in the way of the command with what was asked for.
@@ -331,7 +331,7 @@ def test_a_run_with_a_base_is_calibrated(tune):
     values |= {"train": {"base": "runs/a", "base_step": 3, "seed": 7}, "data": {"length": 16}}
     run = types.SimpleNamespace(experiment=Experiment.from_dict(values))
     routed = ModelConfig.from_dict(model | {"exits": [{"boundary": 1, "router": 8}]})
-    made = functions_of("experiments.calibrate").experiment(run, routed)
+    made = functions_of("eejax.experiments.calibrate").experiment(run, routed)
     assert made.model == routed and made.tuned is None
     assert (made.train.base, made.train.base_step, made.train.seed) == (None, None, 7)
     assert Experiment.from_dict(made.to_dict()) == made
@@ -342,7 +342,7 @@ def test_an_empty_text_is_no_text(small_run, tmp_path):
     file.write_text("")
     with pytest.raises(DataError, match=f"--source = '{file}': {file} is empty: give a file with"):
         call(
-            "experiments.calibrate",
+            "eejax.experiments.calibrate",
             f"--base={small_run}",
             f"--workdir={tmp_path / 'run'}",
             f"--source={file}",

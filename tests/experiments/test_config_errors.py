@@ -7,8 +7,8 @@ import re
 import pytest
 
 from eejax.common.errors import ConfigError
+from eejax.experiments import config_errors, launch
 from eejax.train.config import Experiment
-from experiments import config_errors, launch
 from tests.support.launchers import parse, parsed
 
 HEAD = """from eejax.train.config import default_config
@@ -45,7 +45,7 @@ WHOLES = {
 
 def said(path, *arguments):
     with pytest.raises(SystemExit) as ended:
-        parse("experiments.train", f"--config={path}", "--workdir=x", *arguments)
+        parse("eejax.experiments.train", f"--config={path}", "--workdir=x", *arguments)
     text = ended.value.code
     assert text.startswith("error: ") and "\n" not in text and "Traceback" not in text
     return text.removeprefix("error: ")
@@ -120,12 +120,12 @@ def test_a_field_of_the_command_line_has_no_line_of_the_file(tmp_path):
     path.write_text(f"{HEAD}    config.train.steps = 2\n    return config\n")
     flags = (f"--config={path}", "--workdir=x")
     error = ConfigError("train.steps = 0: must be at least 1.")
-    with parsed("experiments.train", *flags, "--config.train.steps=0"):
+    with parsed("eejax.experiments.train", *flags, "--config.train.steps=0"):
         assert launch._mistake(error) == str(error)
-    with parsed("experiments.train", *flags):
+    with parsed("eejax.experiments.train", *flags):
         assert launch._mistake(error) == f"{path}, line 7: {error}"
 
 
 def test_of_no_file_nothing_is_said(tmp_path):
     assert config_errors.located(ValueError("x"), str(tmp_path / "other.py")) is None
-    assert re.match(r".*no such file\.$", said(tmp_path / "none.py"))
+    assert re.match(r".*no such file\. Give the path", said(tmp_path / "none.py"))

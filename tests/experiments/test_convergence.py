@@ -18,7 +18,7 @@ from eejax.analysis.plots import ACCENT
 from eejax.models import params
 from eejax.train.metrics import METRICS, read_metrics
 
-convergence = functions_of("experiments.reproduce.convergence")
+convergence = functions_of("eejax.experiments.reproduce.convergence")
 STEPS = 8
 
 
@@ -29,7 +29,7 @@ def launch(repo_root, one_device):
             [
                 sys.executable,
                 "-m",
-                "experiments.reproduce.convergence",
+                "eejax.experiments.reproduce.convergence",
                 "--tiny",
                 f"--workdir={workdir}",
                 *arguments,

@@ -1,4 +1,4 @@
-"""`python -m experiments.describe`, as a user starts it."""
+"""`eejax describe`, as a user starts it."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from eejax.models.config import ModelConfig
 
 def describe(root, *arguments):
     return subprocess.run(
-        [sys.executable, "-m", "experiments.describe", *arguments],
+        [sys.executable, "-m", "eejax.experiments.describe", *arguments],
         cwd=root,
         capture_output=True,
         text=True,
@@ -53,7 +53,7 @@ def test_compiling_adds_what_xla_says(repo_root):
 
 
 def test_parameters_by_part_are_all_of_them():
-    parameters = functions_of("experiments.describe").parameters
+    parameters = functions_of("eejax.experiments.describe").parameters
 
     shared = {"boundary": 1, "head": "shared", "mlp": True}
     model = ModelConfig.from_dict(

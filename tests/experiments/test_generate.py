@@ -30,7 +30,7 @@ def generate(small_run, capsys, monkeypatch):
     def run(*arguments, lines=(), terminal=io.StringIO):
         monkeypatch.setattr(sys, "stdin", terminal("".join(f"{line}\n" for line in lines)))
         capsys.readouterr()
-        call("experiments.generate", f"--workdir={small_run}", *SMALL, *arguments)
+        call("eejax.experiments.generate", f"--workdir={small_run}", *SMALL, *arguments)
         out, err = capsys.readouterr()
         return json.loads(out.splitlines()[-1]), out, err
 
@@ -128,7 +128,7 @@ def test_flags_without_effect_are_said(generate):
 
 
 def test_help_lists_the_gates():
-    assert help_of("experiments.generate", "gate").split(": ")[1] == ", ".join(GATES) + "."
+    assert help_of("eejax.experiments.generate", "gate").split(": ")[1] == ", ".join(GATES) + "."
 
 
 def test_rules_of_the_policy(generate, expected):
@@ -294,7 +294,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_session(generate, monkeypatch, small_
     monkeypatch.setattr(sys, "stdout", screen)
     monkeypatch.setattr(sys, "stdin", io.StringIO("early exit\ngate\n"))
     try:
-        call("experiments.generate", f"--workdir={small_run}", *SMALL, *arguments)
+        call("eejax.experiments.generate", f"--workdir={small_run}", *SMALL, *arguments)
     except KeyboardInterrupt:
         pytest.fail("Ctrl-C ended the session")
     got = json.loads(screen.getvalue().splitlines()[-1])["requests"]
@@ -321,7 +321,7 @@ def launch(repo_root, one_device):
 
     def run(*arguments, text=""):
         process = subprocess.run(
-            [sys.executable, "-P", "-m", "experiments.generate", *arguments],
+            [sys.executable, "-P", "-m", "eejax.experiments.generate", *arguments],
             cwd=repo_root,
             capture_output=True,
             text=True,

@@ -25,7 +25,7 @@ def batch(small_run, capsys, monkeypatch, tmp_path):
         status = 0
         try:
             call(
-                "experiments.generate_batch",
+                "eejax.experiments.generate_batch",
                 f"--workdir={small_run}",
                 f"--input={source}",
                 "--slots=3",

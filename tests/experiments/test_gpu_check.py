@@ -1,4 +1,4 @@
-"""experiments.gpu_check, as far as it goes without a GPU."""
+"""eejax.experiments.gpu_check, as far as it goes without a GPU."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
+from eejax.experiments import card_programs
+from eejax.experiments.gpu_check import check, stages, torch_peer, traces
+from eejax.experiments.gpu_check.check import StageCheck
+from eejax.experiments.gpu_check.stages import STAGES, GpuStage, RunSettings
 from eejax.helios import energy
 from eejax.kernels import aot, triton_call
 from eejax.train.flops import peak_flops
-from experiments import card_programs
-from experiments.gpu_check import check, stages, torch_peer, traces
-from experiments.gpu_check.check import StageCheck
-from experiments.gpu_check.stages import STAGES, GpuStage, RunSettings
 
-CHECK = "experiments.gpu_check.__main__"
+CHECK = "eejax.experiments.gpu_check.__main__"
 
 RAISING = """
 HOLDS_DEVICE = False
@@ -48,7 +48,7 @@ def run(check):
 ONE_PROGRAM = """
 from functools import partial
 
-from experiments.gpu_check import smoke
+from eejax.experiments.gpu_check import smoke
 
 def programs(check):
     yield "scatter", partial(smoke._compiled, smoke.specs("scatter", True)[0])
@@ -148,7 +148,7 @@ def test_programs_have_most_of_the_time_of_a_dry_run(tmp_path, monkeypatch):
 
 
 def test_a_server_that_cannot_be_is_an_error_and_the_engine_is_timed(tmp_path, monkeypatch):
-    serve = functions_of("experiments.gpu_check.serve")
+    serve = functions_of("eejax.experiments.gpu_check.serve")
     monkeypatch.setattr(serve, "missing_module", lambda *names: "httpx: cannot be imported")
     monkeypatch.setattr(serve, "alone", lambda own: {"tokens_per_second": 1.0})
     check = StageCheck("", tmp_path, "own", True, "h100", deadline=math.inf)
@@ -229,7 +229,7 @@ def test_calls_that_cannot_be_written_are_left_out(monkeypatch, tmp_path):
         monkeypatch.setattr(triton_call, "knows_legacy", lambda known=known: known)
         found = {}
         for name in ("decode", "smoke"):
-            module = functions_of(f"experiments.gpu_check.{name}")
+            module = functions_of(f"eejax.experiments.gpu_check.{name}")
             check = StageCheck("", tmp_path, name, True, "h100", deadline=0.0)
             found[name] = [program for program, _ in module.programs(check)]
             assert check.figures["call_forms"] == (["ffi", "legacy"] if known else ["ffi"])
@@ -240,7 +240,7 @@ def test_calls_that_cannot_be_written_are_left_out(monkeypatch, tmp_path):
 
 def test_a_step_reads_what_is_filled():
     """Each of `new` steps attends to the prompt, to what came since, and to its own position."""
-    decode = functions_of("experiments.gpu_check.decode")
+    decode = functions_of("eejax.experiments.gpu_check.decode")
     each = [512 + step + 1 for step in range(64)]
     assert decode.positions_read(512, 64) == np.mean(each)
     layer = np.zeros((3, 5), np.float16)
@@ -253,7 +253,7 @@ def test_a_step_reads_what_is_filled():
 
 
 def test_exit_efficiency_is_by_bytes():
-    decode = functions_of("experiments.gpu_check.decode")
+    decode = functions_of("eejax.experiments.gpu_check.decode")
     found = decode.exit_gain(3.0, by_bytes=2.5, by_layers=4.0)
     assert found["exit_efficiency"] == 1.2 and found["share_of_layer_ratio"] == 0.75
 
@@ -296,7 +296,7 @@ def test_a_trace_of_a_gpu_is_read(tmp_path):
 
 
 def test_texts_are_compared_up_to_their_first_difference():
-    decode = functions_of("experiments.gpu_check.decode")
+    decode = functions_of("eejax.experiments.gpu_check.decode")
     fields = dict(
         tokens=np.array([[1, 2, 3], [4, 5, 6]]),
         exits=np.array([[0, 0, 1], [1, 1, 1]]),
@@ -309,7 +309,7 @@ def test_texts_are_compared_up_to_their_first_difference():
 
 
 def test_exits_are_apportioned():
-    batch = functions_of("experiments.gpu_check.batch")
+    batch = functions_of("eejax.experiments.gpu_check.batch")
     config = batch.SMALL.model.config(64)
     for slots in (8, 64):
         leaving = batch.drawn(config, slots) == 0

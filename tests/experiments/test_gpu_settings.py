@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from experiments import gpu_settings
+from eejax.experiments import gpu_settings
 
 
 @pytest.fixture

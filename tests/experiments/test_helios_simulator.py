@@ -24,6 +24,12 @@ from simulations import (
 )
 
 from eejax.common.errors import ConfigError
+from eejax.experiments.helios_simulation import policies
+from eejax.experiments.helios_simulation.pace import StepSeconds
+from eejax.experiments.helios_simulation.policies import ScriptedPolicy, choices_of, fixed
+from eejax.experiments.helios_simulation.result import MeasuredResult, show_errors, validate
+from eejax.experiments.helios_simulation.simulator import SimulationSetting, simulate
+from eejax.experiments.helios_simulation.slots import SimulatedModel, SimulatedRequest
 from eejax.helios.choices import ControllerOptions, ModelDepth
 from eejax.helios.controller import Controller
 from eejax.helios.objectives import ServiceObjective
@@ -32,12 +38,6 @@ from eejax.inference import batch_simulator
 from eejax.inference.batch_simulator import StepCosts
 from eejax.inference.engine_step import PROMPT_SPAN, SPAN
 from eejax.inference.schedule import BatchPlan
-from experiments.helios_simulation import policies
-from experiments.helios_simulation.pace import StepSeconds
-from experiments.helios_simulation.policies import ScriptedPolicy, choices_of, fixed
-from experiments.helios_simulation.result import MeasuredResult, show_errors, validate
-from experiments.helios_simulation.simulator import SimulationSetting, simulate
-from experiments.helios_simulation.slots import SimulatedModel, SimulatedRequest
 
 
 def test_seconds_worked_by_hand():

@@ -11,11 +11,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from simulations import PROFILES, THROUGHPUT, model, options, pace, profile, run, trace
 
+from eejax.experiments.helios_simulation import policies, simulator
+from eejax.experiments.helios_simulation.simulator import SimulationSetting, simulate
+from eejax.experiments.helios_simulation.traces import PromptTrace
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.objectives import ServiceObjective
-from experiments.helios_simulation import policies, simulator
-from experiments.helios_simulation.simulator import SimulationSetting, simulate
-from experiments.helios_simulation.traces import PromptTrace
 
 
 @settings(max_examples=25)

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from eejax.common.errors import ConfigError, DataError
+from eejax.experiments.helios_simulation import traces
+from eejax.experiments.helios_simulation.traces import ModelTrace, PromptTrace
 from eejax.helios.pool import FleetMember
 from eejax.inference import Generator
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
-from experiments.helios_simulation import traces
-from experiments.helios_simulation.traces import ModelTrace, PromptTrace
 
 NEW = 6
 CONFIG = ModelConfig(

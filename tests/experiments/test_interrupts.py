@@ -14,7 +14,7 @@ import time
 
 import pytest
 
-from experiments import interrupts
+from eejax.experiments import interrupts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
@@ -31,7 +31,7 @@ LAUNCHERS = {
     "generate": ("--workdir={folder}", "--prompt=a"),
     "serve": ("--model=m={folder}", "--port=0"),
     "calibrate": ("--base={folder}", "--workdir={folder}/new"),
-    "tune_exits": ("--base={folder}", "--exits=1", "--workdir={folder}/new"),
+    "tune": ("--base={folder}", "--exits=1", "--workdir={folder}/new"),
     "sweep": ("--workdir={folder}",),
     "quickstart": ("--tiny", "--workdir={folder}/run"),
 }
@@ -39,7 +39,7 @@ LAUNCHERS = {
 
 @contextlib.contextmanager
 def started(name, folder, flags):
-    """(the process, the lines that it wrote, growing). Python writes a line for each import."""
+    """(the command, the lines that it wrote, growing). Python writes a line for each import."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -47,7 +47,8 @@ def started(name, folder, flags):
             "-X",
             "importtime",
             "-m",
-            f"experiments.{name}",
+            "eejax",
+            name,
             *(flag.format(folder=folder) for flag in LAUNCHERS[name]),
         ],
         cwd=ROOT,
@@ -89,7 +90,9 @@ def interrupt_while_importing(name, folder, draw, one_device):
     """Behind a drawn number of imports, from that of the package of launchers on."""
     flags = os.environ | {"XLA_FLAGS": one_device}
     with started(name, folder, flags) as (process, lines):
-        until(lambda: any(line.endswith(" experiments.interrupts\n") for line in lines), process)
+        until(
+            lambda: any(line.endswith(" eejax.experiments.interrupts\n") for line in lines), process
+        )
         wanted = len(lines) + draw.randrange(1, 700)
         until(lambda: len(lines) >= wanted, process, 20)
         ended = process.poll() is not None
@@ -183,7 +186,7 @@ def test_wherever_it_is_raised(body, line):
     program = f"""
 import os, signal, sys
 from absl import app
-from experiments import launch
+from eejax.experiments import launch
 
 def hit(*_):
     os.kill(os.getpid(), signal.SIGINT)

@@ -12,7 +12,7 @@ import threading
 import pytest
 from absl import logging
 
-from experiments import library_logs
+from eejax.experiments import library_logs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 ROOM = 24_000  # bytes of a file: enough for the text, too few for the embedding
@@ -35,7 +35,7 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, one_device):
             sys.executable,
             "-P",
             "-m",
-            "experiments.train",
+            "eejax.experiments.train",
             "--config=configs/tiny.py",
             "--config.data.max_bytes=8000",
             "--config.train.steps=2",
@@ -65,7 +65,7 @@ def test_a_checkpoint_that_cannot_be_written(tmp_path, one_device):
 
 LEFT = """
 import sys
-from experiments import library_logs
+from eejax.experiments import library_logs
 
 async def write():
     pass

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from eejax.common.errors import ConfigError
-from experiments import peer_device
+from eejax.experiments import peer_device
 
 
 def torch_with(monkeypatch, *, cuda: bool) -> None:

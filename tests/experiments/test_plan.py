@@ -1,4 +1,4 @@
-"""`python -m experiments.plan`: beside floating-point operations, shapes and schedules counted by
+"""`eejax plan`: beside floating-point operations, shapes and schedules counted by
 other means."""
 
 import dataclasses
@@ -22,8 +22,8 @@ from eejax.pipeline.simulate import PassTime, exit_time_overhead, simulate, stag
 from eejax.sharding.mesh import MeshConfig
 from eejax.train.config import DataConfig, ExitWeights, Experiment, TrainConfig
 
-planner = functions_of("experiments.plan")
-slot_costs = functions_of("experiments.slot_costs")
+planner = functions_of("eejax.experiments.plan")
+slot_costs = functions_of("eejax.experiments.slot_costs")
 
 LENGTH = 64
 MODEL = ModelConfig(
@@ -178,7 +178,7 @@ def test_the_launcher(repo_root, tmp_path):
         [
             sys.executable,
             "-m",
-            "experiments.plan",
+            "eejax.experiments.plan",
             "--config=configs/ee_llm_13b.py",
             "--json",
             "--config.mesh.pipe=4",

@@ -20,7 +20,13 @@ from eejax.train.config import DataConfig
 
 def launch(root, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", "experiments.prepare_data", "--config=configs/tiny.py", *arguments],
+        [
+            sys.executable,
+            "-m",
+            "eejax.experiments.prepare_data",
+            "--config=configs/tiny.py",
+            *arguments,
+        ],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

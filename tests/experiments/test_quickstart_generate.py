@@ -11,7 +11,7 @@ import pytest
 from launchers import call
 from matplotlib.image import imread
 
-from experiments.launch import MISTAKES
+from eejax.experiments.launch import MISTAKES
 
 ASKED = ("--max_new_tokens=20", "--cap=4", "--json")
 
@@ -22,7 +22,7 @@ def launch(repo_root, one_device):
 
     def run(name, *arguments, text=None):
         process = subprocess.run(
-            [sys.executable, "-m", f"experiments.{name}", *arguments],
+            [sys.executable, "-m", f"eejax.experiments.{name}", *arguments],
             cwd=repo_root,
             capture_output=True,
             text=True,
@@ -45,12 +45,12 @@ def quickstart(launch, tmp_path_factory):
 
 @pytest.fixture
 def generate(quickstart, capsys, monkeypatch):
-    """Runs `experiments.generate` in this process: (its requests, what it printed)."""
+    """Runs `eejax generate` in this process: (its requests, what it printed)."""
 
     def run(*arguments, text=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         capsys.readouterr()
-        call("experiments.generate", f"--workdir={quickstart[0]}", *ASKED, *arguments)
+        call("eejax.experiments.generate", f"--workdir={quickstart[0]}", *ASKED, *arguments)
         out = capsys.readouterr().out
         return json.loads(out.splitlines()[-1])["requests"], out
 

@@ -10,7 +10,7 @@ from launchers import functions_of
 
 from eejax.train.metrics import read_metrics
 
-recipes = functions_of("experiments.reproduce.recipes")
+recipes = functions_of("eejax.experiments.reproduce.recipes")
 
 
 def run(workdir):
@@ -19,7 +19,7 @@ def run(workdir):
             sys.executable,
             "-P",
             "-m",
-            "experiments.reproduce.recipes",
+            "eejax.experiments.reproduce.recipes",
             "--tiny",
             "--seeds=1",
             "--steps=6",
@@ -70,7 +70,7 @@ def test_an_unknown_recipe_is_named(tmp_path):
             sys.executable,
             "-P",
             "-m",
-            "experiments.reproduce.recipes",
+            "eejax.experiments.reproduce.recipes",
             "--recipes=magic",
             f"--workdir={tmp_path}",
         ],

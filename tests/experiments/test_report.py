@@ -16,7 +16,7 @@ from eejax.train.metrics import read_metrics
 
 
 def launch(root, *arguments):
-    command = [sys.executable, "-m", "experiments.report", *map(str, arguments)]
+    command = [sys.executable, "-m", "eejax.experiments.report", *map(str, arguments)]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
 
 

@@ -11,11 +11,11 @@ import pytest
 from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
-from experiments.reproduce import catalogue, page, steps
-from experiments.reproduce.catalogue import CATALOGUE, collect, finding
-from experiments.reproduce.claims import PAPERS, Claim, Finding, Verdict
+from eejax.experiments.reproduce import catalogue, page, steps
+from eejax.experiments.reproduce.catalogue import CATALOGUE, collect, finding
+from eejax.experiments.reproduce.claims import PAPERS, Claim, Finding, Verdict
 
-everything = functions_of("experiments.reproduce.all")
+everything = functions_of("eejax.experiments.reproduce.all")
 SMALL = {
     "EE-LLM": (
         Claim("one", "Table 1", "It is fast.", "2 times"),
@@ -276,7 +276,7 @@ def test_a_damaged_record_counts_as_none(tmp_path, monkeypatch, capsys, record):
     output = tmp_path / "page.md"
     with pytest.raises(SystemExit):
         call(
-            "experiments.reproduce.all",
+            "eejax.experiments.reproduce.all",
             f"--workdir={tmp_path}",
             "--only=one",
             f"--output={output}",
@@ -308,7 +308,7 @@ def test_what_cannot_end_well_does_not_begin(tmp_path, monkeypatch, flags, said)
     monkeypatch.setattr(everything, "run_all", lambda *_, **__: pytest.fail("steps were run"))
     (tmp_path / "file").touch()
     with pytest.raises((ConfigError, OSError), match=said):
-        call("experiments.reproduce.all", *(flag.format(tmp_path) for flag in flags))
+        call("eejax.experiments.reproduce.all", *(flag.format(tmp_path) for flag in flags))
     assert not (tmp_path / "docs" / "REPRODUCTION.md").exists()
 
 
@@ -392,7 +392,7 @@ def test_keys_that_reproductions_name_are_claims():
 def test_the_written_page_has_every_claim(repo_root):
     path = repo_root / "docs" / "REPRODUCTION.md"
     if not path.exists():
-        pytest.skip("docs/REPRODUCTION.md is not made yet: python -m experiments.reproduce.all")
+        pytest.skip("docs/REPRODUCTION.md is not made yet: eejax reproduce all")
     text = path.read_text()
     for claims in CATALOGUE.values():
         for claim in claims:

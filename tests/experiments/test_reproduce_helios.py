@@ -11,11 +11,9 @@ import pytest
 from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.helios.choices import ModelProfile
-from eejax.inference.batch_simulator import StepCosts
-from experiments.helios_simulation.traces import ModelTrace, PromptTrace
-from experiments.reproduce import helios_evidence as evidence
-from experiments.reproduce import (
+from eejax.experiments.helios_simulation.traces import ModelTrace, PromptTrace
+from eejax.experiments.reproduce import helios_evidence as evidence
+from eejax.experiments.reproduce import (
     helios_figures,
     helios_findings,
     helios_models,
@@ -23,9 +21,11 @@ from experiments.reproduce import (
     helios_shapes,
     helios_training,
 )
-from experiments.reproduce import helios_simulated as simulated
+from eejax.experiments.reproduce import helios_simulated as simulated
+from eejax.helios.choices import ModelProfile
+from eejax.inference.batch_simulator import StepCosts
 
-NAME = "experiments.reproduce.helios"
+NAME = "eejax.experiments.reproduce.helios"
 STOPS = {"small": (2, 4, 8), "large": (3, 6, 12)}
 PLACES = {
     "Abstract",
@@ -226,8 +226,8 @@ def test_table_5_has_every_token_once_and_a_model_alone_its_own(world):
 
 
 def test_a_prompts_depth_is_what_was_loaded_when_its_first_token_came(world):
+    from eejax.experiments.helios_simulation import policies
     from eejax.helios.choices import ModelDepth
-    from experiments.helios_simulation import policies
 
     script = [ModelDepth("small", 1), ModelDepth("small", 3), ModelDepth("large", 2)]
     run = world.run(lambda clock: policies.ScriptedPolicy(script, 8, clock=clock))

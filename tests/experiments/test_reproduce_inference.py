@@ -18,22 +18,22 @@ from matplotlib.image import imread
 from eejax import calibration
 from eejax.calibration import ExitScores
 from eejax.common.errors import ConfigError, DataError
-from eejax.inference import Generator
-from eejax.models import params
-from eejax.models.config import ExitConfig, ModelConfig
-from eejax.train.config import Experiment
-from eejax.train.loop import fit
-from eejax.train.runs import open_run
-from experiments import decode_times, step_costs
-from experiments.reproduce import (
+from eejax.experiments import decode_times, step_costs
+from eejax.experiments.reproduce import (
     catalogue,
     claims,
     exit_tables,
     inference_findings,
     inference_tasks,
 )
+from eejax.inference import Generator
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.train.config import Experiment
+from eejax.train.loop import fit
+from eejax.train.runs import open_run
 
-inference = functions_of("experiments.reproduce.inference")
+inference = functions_of("eejax.experiments.reproduce.inference")
 THRESHOLDS = [1.0, 0.6, 0.3]
 
 
@@ -94,7 +94,7 @@ def data(tmp_path_factory):
 
 def launch(root, data, *arguments):
     process = subprocess.run(
-        [sys.executable, "-P", "-m", "experiments.reproduce.inference", *arguments],
+        [sys.executable, "-P", "-m", "eejax.experiments.reproduce.inference", *arguments],
         cwd=root,
         capture_output=True,
         text=True,

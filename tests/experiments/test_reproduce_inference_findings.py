@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from launchers import functions_of
 
+from eejax.experiments import decode_times
+from eejax.experiments.reproduce import inference_findings
 from eejax.inference.latency import ForwardTimes
 from eejax.models.config import ExitConfig, ModelConfig
-from experiments import decode_times
-from experiments.reproduce import inference_findings
 
-inference = functions_of("experiments.reproduce.inference")
+inference = functions_of("eejax.experiments.reproduce.inference")
 
 
 def test_speeds_are_ratios_of_the_pairs():

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from experiments.reproduce import (
+from eejax.experiments.reproduce import (
     ee_llm_formulas,
     mechanisms_helios,
     mechanisms_routers,
     mechanisms_schedules,
 )
-from experiments.reproduce.claims import Verdict
+from eejax.experiments.reproduce.claims import Verdict
 
 
 def verdicts(found) -> dict[str, Verdict]:

@@ -7,8 +7,8 @@ import pytest
 from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
-from experiments import windows
-from experiments.reproduce import tide_findings, tide_model, tide_paper, tide_problem
+from eejax.experiments import windows
+from eejax.experiments.reproduce import tide_findings, tide_model, tide_paper, tide_problem
 
 
 def test_windows_cover_a_text_and_batches_are_filled_up():
@@ -82,7 +82,7 @@ def test_it_leaves_what_it_promises(eejax_data, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(tide_paper.RECIPE, "epochs", 2)
     with pytest.raises(SystemExit) as ended:
         call(
-            "experiments.reproduce.tide",
+            "eejax.experiments.reproduce.tide",
             f"--workdir={tmp_path}",
             "--unseen=6000",
             "--windows=40",
@@ -125,7 +125,7 @@ def test_it_leaves_what_it_promises(eejax_data, tmp_path, monkeypatch, capsys):
     claims = [(f["place"], f["claim"], f["ours"]) for f in result["findings"]]
     assert len(set(claims)) == len(claims)
     # A broken claim would be told.
-    tide = functions_of("experiments.reproduce.tide")
+    tide = functions_of("eejax.experiments.reproduce.tide")
     broken = [skipping | {"layers_run": 12.0, "others": 1, "rate": 0.5}, post_hoc]
     assert len(tide.failed(broken, 12)) == 2
     assert tide.failed([post_hoc | {"layers_run": 11.0}], 12)

@@ -15,7 +15,7 @@ from eejax.common.errors import ConfigError
 from eejax.serving import fleets
 from eejax.serving.service import READY, Service, ServiceOptions
 
-serve = functions_of("experiments.serve")
+serve = functions_of("eejax.experiments.serve")
 
 
 def test_why_an_engine_ended_is_told_each_time(tmp_path, capsys):
@@ -56,7 +56,7 @@ def test_why_an_engine_ended_is_told_each_time(tmp_path, capsys):
 )
 def test_flags_that_are_no_numbers(flags, said):
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
-        call("experiments.serve", "--model=a=/none", "--port=0", *flags)
+        call("eejax.experiments.serve", "--model=a=/none", "--port=0", *flags)
 
 
 def test_flags_of_a_controller(monkeypatch):
@@ -65,7 +65,7 @@ def test_flags_of_a_controller(monkeypatch):
     monkeypatch.setattr(serve, "serve", lambda *_: asyncio.sleep(0))
 
     def ask(*flags):
-        return call("experiments.serve", "--model=a=/none", "--objective=energy", *flags)
+        return call("eejax.experiments.serve", "--model=a=/none", "--objective=energy", *flags)
 
     ask()
     ask("--candidates=3", "--reassess=7")
@@ -86,7 +86,7 @@ def test_a_limit_that_an_engine_refuses_is_named_as_its_flag(monkeypatch):
     monkeypatch.setattr(fleets, "ServedFleet", lambda *_, **__: build)
     with pytest.raises(ConfigError, match="^--limits: energy = 5.0: must be left out"):
         call(
-            "experiments.serve",
+            "eejax.experiments.serve",
             "--model=a=/none",
             "--port=0",
             "--objective=throughput",

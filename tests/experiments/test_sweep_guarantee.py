@@ -21,9 +21,9 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 
-guarantee = functions_of("experiments.reproduce.guarantee")
-held_out = functions_of("experiments.held_out")
-sweep = functions_of("experiments.sweep")
+guarantee = functions_of("eejax.experiments.reproduce.guarantee")
+held_out = functions_of("eejax.experiments.held_out")
+sweep = functions_of("eejax.experiments.sweep")
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def workdir(tmp_path_factory):
 
 def launch(root, name, *arguments):
     process = subprocess.run(
-        [sys.executable, "-P", "-m", f"experiments.{name}", *arguments],
+        [sys.executable, "-P", "-m", f"eejax.experiments.{name}", *arguments],
         cwd=root,
         capture_output=True,
         text=True,

@@ -9,7 +9,7 @@ from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
 
-task_text = functions_of("experiments.task_text")
+task_text = functions_of("eejax.experiments.task_text")
 
 # A record of each task set, by its file; what it is written as; and its question, passage or
 # program. Questions of another record are of other words.
@@ -88,7 +88,7 @@ def data(tmp_path, monkeypatch):
 
 
 def written(folder) -> list[str]:
-    call("experiments.task_text", f"--output={folder / 'out.jsonl'}")
+    call("eejax.experiments.task_text", f"--output={folder / 'out.jsonl'}")
     return [json.loads(line)["text"] for line in (folder / "out.jsonl").read_text().splitlines()]
 
 
@@ -136,7 +136,7 @@ def test_a_text_that_goes_on_from_a_short_prompt_is_left_out():
 
 def test_what_cannot_be_read_or_written_is_told(data, monkeypatch):
     with pytest.raises(ConfigError, match="--output"):
-        call("experiments.task_text", f"--output={data / 'no' / 'folder'}")
+        call("eejax.experiments.task_text", f"--output={data / 'no' / 'folder'}")
     (data / task_text.BOOKS[0]).unlink()
     with pytest.raises(ConfigError, match=r"EEJAX_DATA.*moby_dick\.txt cannot be read"):
         written(data)

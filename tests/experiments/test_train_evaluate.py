@@ -21,7 +21,7 @@ SMALL = [
 
 def launch(root, name, *arguments):
     return subprocess.Popen(
-        [sys.executable, "-m", f"experiments.{name}", *arguments],
+        [sys.executable, "-m", f"eejax.experiments.{name}", *arguments],
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -12,11 +12,11 @@ import pytest
 from launchers import functions_of
 from matplotlib.image import imread
 
+from eejax.experiments.reproduce import efficiency_findings, megatron
+from eejax.experiments.reproduce.claims import Verdict
 from eejax.pipeline.simulate import PassTime
-from experiments.reproduce import efficiency_findings, megatron
-from experiments.reproduce.claims import Verdict
 
-efficiency = functions_of("experiments.reproduce.training_efficiency")
+efficiency = functions_of("eejax.experiments.reproduce.training_efficiency")
 STANDARD, WITHOUT, ONE, TWO, BOTH = efficiency.ROWS
 
 
@@ -245,7 +245,7 @@ def test_the_launcher_leaves_what_it_promises(repo_root, tmp_path):
         [
             sys.executable,
             "-m",
-            "experiments.reproduce.training_efficiency",
+            "eejax.experiments.reproduce.training_efficiency",
             "--json",
             f"--workdir={tmp_path / 'new'}",
         ],

@@ -303,7 +303,7 @@ def test_history_that_cannot_be_read_is_refused_and_nothing_of_it_is_lost(tmp_pa
 
     def ask(*flags):
         return call(
-            "experiments.serve",
+            "eejax.experiments.serve",
             "--model=a=/none",
             "--objective=energy",
             f"--repository={file}",
@@ -341,8 +341,8 @@ def test_the_launcher_rebuilds_on_request(tmp_path, capsys):
     file = tmp_path / "models.db"
     file.write_bytes(b"something else")
     with pytest.raises(DataError, match="models.db: cannot be used as a repository"):
-        call("experiments.repository", f"--repository={file}")
-    call("experiments.repository", f"--repository={file}", "--rebuild")
+        call("eejax.experiments.repository", f"--repository={file}")
+    call("eejax.experiments.repository", f"--repository={file}", "--rebuild")
     told = capsys.readouterr().out
     assert re.search(r"models.db is new; what was there is in \S+models.db.old-", told)
     Repository(file).check()

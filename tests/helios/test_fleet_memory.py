@@ -9,13 +9,13 @@ from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of
 
 from eejax.checkpoint.model import load_run
 from eejax.common.trees import nbytes
+from eejax.experiments.helios_runs import is_settled
 from eejax.helios import decisions
 from eejax.helios.choices import ModelDepth
 from eejax.helios.verifier import AnswerVerifier
 from eejax.inference import deepening, partial
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.partial import PartialModel
-from experiments.helios_runs import is_settled
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
+from eejax.experiments.benchmark_scores import read_scores
 from eejax.helios import prospects, quality
 from eejax.helios.choices import ModelDepth
 from eejax.helios.disagreement_bound import AnswerAudit
@@ -23,7 +24,6 @@ from eejax.helios.interfaces import AnswerCosts, FleetRequest
 from eejax.helios.objectives import ServiceObjective
 from eejax.helios.quality import BenchmarkScore, JudgedAnswer, QualitySource
 from eejax.helios.repository import Repository
-from experiments.benchmark_scores import read_scores
 
 SHARES = (0.6, 0.2, 0.1, 0.1)
 STOPS = {"small": (2, 4, 6, 8), "large": (3, 6, 9, 12)}
@@ -180,7 +180,7 @@ def test_the_mean_is_over_tasks_that_all_models_have():
     assert of() == pytest.approx(0.4) and of("sums") == 0.5 and of("facts") == 0.3
     with pytest.raises(ConfigError, match=r"quality = \['own'\]: must be tasks that all .*facts"):
         of("own")
-    with pytest.raises(ConfigError, match="has no score of large.*experiments.repository --repo"):
+    with pytest.raises(ConfigError, match="has no score of large.*eejax repository --repo"):
         quality.with_benchmarks(profiles, STOPS, scores(small=0.5))
 
 
@@ -251,7 +251,7 @@ def test_answers_that_a_model_judged():
     assert quality.relative_to(1.5, verdict(1.0, 0.9)) == 1.0
 
 
-# As `experiments.score_tasks --json` prints it, and as lm-eval 0.4.13 writes its results.
+# As `eejax grade --json` prints it, and as lm-eval 0.4.13 writes its results.
 SCORED = {
     "model": "runs/small",
     "layers": 8,
@@ -292,7 +292,7 @@ def test_results_are_imported_with_one_command(tmp_path, capsys):
     files["large"].write_text(json.dumps(LM_EVAL, indent=2))
     path = tmp_path / "models.db"
     flags = [f"--scores={name}={file}" for name, file in files.items()]
-    call("experiments.repository", f"--repository={path}", *flags)
+    call("eejax.experiments.repository", f"--repository={path}", *flags)
     assert "small: 3 scores of 2 tasks from" in capsys.readouterr().out
     assert Repository(path).scores() == [
         BenchmarkScore("large", 0, "arc_easy", "acc", 0.6),
@@ -305,7 +305,7 @@ def test_results_are_imported_with_one_command(tmp_path, capsys):
         BenchmarkScore("small", 0, "sums", "exact_match", 0.5),
         BenchmarkScore("small", 2, "sums", "exact_match", 0.2),
     ]
-    call("experiments.repository", f"--repository={path}")
+    call("eejax.experiments.repository", f"--repository={path}")
     shown = capsys.readouterr().out
     assert "gsm8k" in shown and "no evaluations" in shown
 

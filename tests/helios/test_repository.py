@@ -35,7 +35,7 @@ from eejax.helios.repository import (
     rebuild,
 )
 
-shown = functions_of("experiments.repository").shown
+shown = functions_of("eejax.experiments.repository").shown
 
 
 def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):

@@ -11,12 +11,12 @@ from launchers import call, functions_of
 from simulations import PROFILES, THROUGHPUT, drawn, options, pace
 
 from eejax.common.errors import DataError
+from eejax.experiments.helios_simulation import policies
+from eejax.experiments.helios_simulation.simulator import SimulatedServer, SimulationSetting
 from eejax.helios.choices import Decision, ModelDepth
 from eejax.helios.report import FleetReport
 from eejax.helios.timeline import WINDOW, AnswerTimeline, TimelinePoint, marks
 from eejax.serving.history import LoadHistory
-from experiments.helios_simulation import policies
-from experiments.helios_simulation.simulator import SimulatedServer, SimulationSetting
 
 
 def point(i: int, **changes) -> TimelinePoint:
@@ -75,7 +75,7 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
     history.serves(report._replace(points=(last,), decisions=()))
     source = tmp_path / "timeline.json"
     source.write_text(json.dumps(history.timeline.curves()))
-    call("experiments.timeline", f"--source={source}", f"--output={tmp_path / 'drawn'}")
+    call("eejax.experiments.timeline", f"--source={source}", f"--output={tmp_path / 'drawn'}")
     assert "21 prompts" in capsys.readouterr().out
     assert (tmp_path / "drawn" / "timeline.png").read_bytes()[:4] == b"\x89PNG"
     again = json.loads((tmp_path / "drawn" / "timeline.json").read_text())
@@ -89,7 +89,7 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
         ("http://[::1", "does not answer as a server"),
     ):
         with pytest.raises(DataError, match=f"--source = '.*': {said}"):
-            call("experiments.timeline", f"--source={wrong}", f"--output={tmp_path}")
+            call("eejax.experiments.timeline", f"--source={wrong}", f"--output={tmp_path}")
 
 
 GOOD = dict(
@@ -133,7 +133,7 @@ WRONG = [
 def test_what_is_no_timeline_is_refused_from_either_source(tmp_path, monkeypatch, served):
     """Every value is either refused by a name, or drawn."""
     file, body = tmp_path / "timeline.json", []
-    launcher = functions_of("experiments.timeline")
+    launcher = functions_of("eejax.experiments.timeline")
     request = httpx.Request("GET", "http://server/dashboard")
 
     def answer(*_, **__):

@@ -284,7 +284,7 @@ def test_tasks_by_name(lm, own_tasks, small_run):
 @pytest.mark.slow
 def test_the_launcher(own_tasks, lm, small_run, capsys, monkeypatch):
     call(
-        "experiments.score_tasks",
+        "eejax.experiments.score_tasks",
         f"--model={small_run}",
         "--tasks=choice,whole,write",
         f"--include_path={own_tasks}",
@@ -327,4 +327,4 @@ def test_the_launcher(own_tasks, lm, small_run, capsys, monkeypatch):
     ):
         given = [f"--model={small_run}", "--tasks=choice", f"--include_path={own_tasks}", wrong]
         with pytest.raises(ConfigError, match=re.escape(told)):
-            call("experiments.score_tasks", *given)
+            call("eejax.experiments.score_tasks", *given)

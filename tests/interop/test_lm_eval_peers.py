@@ -31,7 +31,7 @@ def server(small_run):
             sys.executable,
             "-P",
             "-m",
-            "experiments.serve",
+            "eejax.experiments.serve",
             f"--model=m={small_run}",
             "--port=0",
             "--slots=4",

@@ -12,8 +12,8 @@ import sys
 
 import pytest
 
+from eejax.experiments import card_figures, card_programs
 from eejax.kernels import aot
-from experiments import card_figures, card_programs
 
 pytestmark = pytest.mark.timeout(3600)  # about 18 programs for each card, which take minutes
 
@@ -58,7 +58,7 @@ def compiled(request, for_cuda, repo_root):
             sys.executable,
             "-P",
             "-m",
-            "experiments.gpu_programs",
+            "eejax.experiments.gpu_programs",
             "--small",
             "--json",
             f"--card={request.param}",

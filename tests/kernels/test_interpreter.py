@@ -195,7 +195,7 @@ def test_a_gpu_without_jax_triton_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "jax_triton", None)
     try:
         with pytest.raises(
-            ImportError, match=r"pip install -e '.\[gpu\]' .* EEJAX_KERNELS=reference"
+            ImportError, match=r"pip install 'eejax\[gpu\]', .* EEJAX_KERNELS=reference"
         ):
             call.op(lambda *_: 0, lambda x: x)(jnp.ones(2))
         x = call.op(lambda *_: 0, lambda x: x, "reference")(jnp.ones(2))

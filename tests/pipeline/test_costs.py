@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
+from eejax.experiments.reproduce import ee_llm_formulas
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b, most_kept
@@ -29,7 +30,6 @@ from eejax.pipeline.plan import costs
 from eejax.pipeline.schedule import BACKWARD, FORWARD, one_f_one_b
 from eejax.pipeline.simulate import PassTime, StageCosts, simulate, stage_costs
 from eejax.train.flops import model_flops_per_token
-from experiments.reproduce import ee_llm_formulas
 
 times = st.integers(1, 20).map(lambda n: n / 4)
 works = st.builds(PassTime, times, times)

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from eejax.checkpoint.model import load_run
+from eejax.experiments.serving_runs import server
 from eejax.inference import Generator
 from eejax.inference.scoring import score
 from eejax.inference.weights import prepare
-from experiments.serving_runs import server
 
 
 @pytest.fixture(scope="module")

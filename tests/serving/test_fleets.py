@@ -22,13 +22,13 @@ from served import FLEET, Scripted, TinyFleet, serving
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer
+from eejax.experiments import prompt_files
+from eejax.experiments.serving_runs import server
 from eejax.helios.repository import Repository
 from eejax.inference import Generator
 from eejax.inference.policy import ExitPolicy
 from eejax.serving.fleets import template_of
 from eejax.serving.service import READY, Service, ServiceOptions
-from experiments import prompt_files
-from experiments.serving_runs import server
 
 
 def run(test):
@@ -309,7 +309,7 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
     )
     free = [flag for flag in flags if not flag.startswith("--budget")]
     with pytest.raises(ConfigError, match="--budget = 1024: must be [0-9]+ bytes at least, which"):
-        call("experiments.serve", *free, "--budget=1K", "--port=0")
+        call("eejax.experiments.serve", *free, "--budget=1K", "--port=0")
     with server(*flags) as (process, address):
 
         async def ask() -> None:
@@ -369,7 +369,7 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
 )
 def test_flags_that_do_not_go_together(flags, said):
     with pytest.raises((ConfigError, DataError), match=re.escape(said)):
-        call("experiments.serve", "--model=a=/none", *flags)
+        call("eejax.experiments.serve", "--model=a=/none", *flags)
 
 
 @run

@@ -21,8 +21,8 @@ import numpy as np
 import pytest
 
 from eejax.checkpoint.model import load_run
+from eejax.experiments.serving_runs import server
 from eejax.inference import Generator
-from experiments.serving_runs import server
 
 SLOTS, WAITING, LONGEST = 8, 24, 90
 THRESHOLDS = (1.0, 0.3)

@@ -12,7 +12,7 @@ from unittest import mock
 
 from absl import flags
 
-from experiments import launch
+from eejax.experiments import launch
 
 _FLAGS: dict[str, list[flags.Flag]] = {}  # of each launcher that was imported
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from eejax.experiments.helios_simulation.pace import StepSeconds
+from eejax.experiments.helios_simulation.simulator import SimulationSetting, simulate
+from eejax.experiments.helios_simulation.traces import ModelTrace, PromptTrace
 from eejax.helios.choices import ControllerOptions, ModelProfile
 from eejax.helios.objectives import ServiceObjective
-from experiments.helios_simulation.pace import StepSeconds
-from experiments.helios_simulation.simulator import SimulationSetting, simulate
-from experiments.helios_simulation.traces import ModelTrace, PromptTrace
 
 THROUGHPUT = ServiceObjective.of("throughput")
 

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 import small_runs
 
-from configs import layerskip
 from eejax.checkpoint.hf import save_pretrained
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError, DataError
+from eejax.configs import layerskip
 from eejax.data import ByteTokenizer
 from eejax.losses import multi_exit_loss
 from eejax.models.config import ExitConfig, ModelConfig

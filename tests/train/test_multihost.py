@@ -11,8 +11,8 @@ import pytest
 from processes import start
 from small_runs import write_text
 
-from configs import tiny
 from eejax.checkpoint.model import load_run
+from eejax.configs import tiny
 from eejax.train.config import Experiment
 from eejax.train.loop import fit
 from eejax.train.metrics import read_metrics
@@ -50,7 +50,7 @@ def experiment(text):
     return Experiment.from_dict(config.to_dict())
 
 
-def train(folder, workdir, text, program=("-m", "experiments.train"), more=()):
+def train(folder, workdir, text, program=("-m", "eejax.experiments.train"), more=()):
     values = [f"--config.{k}={v}" for k, v in CHANGES.items() if v is not None]
     return start(
         folder,
@@ -197,7 +197,7 @@ def fetch(loader):
         raise DataError("the disk of this host is broken")
     return original(loader)
 Loader.__next__ = fetch
-runpy.run_module("experiments.train", run_name="__main__", alter_sys=True)
+runpy.run_module("eejax.experiments.train", run_name="__main__", alter_sys=True)
 """
 
 
@@ -222,10 +222,14 @@ def test_exits_are_tuned_and_evaluated_by_two_processes(two, tmp_path):
         # One process has four devices only.
         mesh = [] if name == "two" else ["--config.mesh.data=4"]
         arguments = (*of_base, f"--workdir={tmp_path / name}", *mesh)
-        with start(tmp_path / "tune", "-m", "experiments.tune_exits", *arguments, **how) as group:
+        with start(
+            tmp_path / "tune", "-m", "eejax.experiments.tune_exits", *arguments, **how
+        ) as group:
             assert set(group.wait()) == {0}, group.err(0)
         arguments = (f"--workdir={tmp_path / name}", "--batches=2")
-        with start(tmp_path / "evaluate", "-m", "experiments.evaluate", *arguments, **how) as group:
+        with start(
+            tmp_path / "evaluate", "-m", "eejax.experiments.evaluate", *arguments, **how
+        ) as group:
             assert set(group.wait()) == {0}, group.err(0)
         runs[name] = json.loads(group.out(0).splitlines()[-1])
         if name == "two":
