@@ -6,7 +6,7 @@
 # make test-gpu-aot  what programs compiled for GPUs hold, without a GPU; in an environment of its own
 # make test-stacks the fast tests on Python 3.11, 3.12 and 3.13 with an older and the newest JAX;
 #                  STACKS=newest names some, STACKS=--skip-missing goes without a Python that is not there
-# make lint        ruff: rules and format
+# make lint        ruff: rules and format; basedpyright: types of eejax/ and kernels/
 
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -64,6 +64,10 @@ test-stacks:
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	# As they are installed, with kernels/ below eejax/, which the checker finds by its place.
+	rm -rf build/types && mkdir -p build/types
+	cp -r eejax pyproject.toml build/types && cp -r kernels build/types/eejax/kernels
+	$(BIN)/basedpyright --project build/types --pythonpath $(BIN)/python
 
 format: env
 	$(BIN)/ruff check --fix .

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -175,7 +176,16 @@ class _Depth:
       loaded, filled: as measured before.
     """
 
-    def __init__(self, part: PartialModel, texts, new, clock, loaded=0.0, filled=0.0, rules=None):
+    def __init__(
+        self,
+        part: PartialModel,
+        texts,
+        new,
+        clock,
+        loaded=0.0,
+        filled=0.0,
+        rules: Mapping[str, Any] | None = None,
+    ):
         self.loaded, self.filled, self.slots = loaded, filled, part.engine.slots
         self.state = nbytes(part.scheduler.state)
         scheduler, config = part.scheduler, part.config

@@ -135,7 +135,7 @@ class EarlyExitLM(TemplateLM):
         self._exit = None
         rules = self._rules = _ExitRules(_numbers(thresholds), gate=gate or "max_probability")
         try:
-            ExitPolicy.make(self.config, 1, rules.threshold, rules.exits, gate=rules.gate)
+            ExitPolicy.make(self.config, 1, rules.threshold, exits=rules.exits, gate=rules.gate)
         except ConfigError as error:  # in the words of this class
             raise ConfigError(f"{error}".replace("threshold =", "thresholds =", 1)) from error
 

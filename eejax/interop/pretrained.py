@@ -1,13 +1,14 @@
-"""Early exit for a pretrained model in three lines: `eejax.load`, `calibrate` and `generate`.
+"""Early exit for a pretrained model in a few lines: `eejax.load`, `calibrate`, `grade`, `generate`.
 
-The last two are methods of `checkpoint.language_model.LanguageModel` too.
+The last three are methods of `checkpoint.language_model.LanguageModel` too.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eejax import data
@@ -16,11 +17,16 @@ from eejax.checkpoint import language_model
 from eejax.checkpoint.language_model import LanguageModel as LanguageModel
 from eejax.common import progress
 from eejax.common.errors import ConfigError, require_count
-from eejax.data import Source
+from eejax.data import Batch, Source
 from eejax.inference import EngineOptions, GenerationResult, Generator
+from eejax.sharding.mesh import MeshConfig, known_mesh
+from eejax.train.evaluate import Evaluation, evaluate
 from eejax.train.inputs import strip
+from eejax.train.metrics import exit_names
+from eejax.train.step import make_eval_step
 
 BATCH = 16
+GRADING = "grading"  # the key of a model's compiled evaluation among what it caches
 
 
 def load(
@@ -57,24 +63,60 @@ def calibrate(
       DataError: for text that is empty.
       ConfigError: and others as `calibration.calibrate_model`.
     """
-    require_count("length", length)
-    length = min(length, model.config.context_length)
     chosen = RouterOptions(**options)
-    source = data.source(text) if isinstance(text, str | Sequence) else text
-    with tempfile.TemporaryDirectory() as folder:
-        packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
-        batches = data.batches(
-            packed.split("train"), BATCH, length, limit=-(-tokens // (BATCH * length))
-        )
+    with _batches(model, text, tokens, length) as batches:
         return calibrate_model(
             model,
-            (strip(batch, False) for batch in batches),
+            batches,
             chosen,
             every=every,
             boundaries=boundaries,
             tokens=tokens,
             watch=watch,
         )
+
+
+@contextlib.contextmanager
+def _batches(
+    model: LanguageModel, text: str | Sequence[str] | Source, tokens: int, length: int
+) -> Iterator[Iterator[Batch]]:
+    """Provide batches of windows of text, evenly spaced where it has more than `tokens`."""
+    require_count("length", length)
+    require_count("tokens", tokens)
+    length = min(length, model.config.context_length)
+    source = data.source(text) if isinstance(text, str | Sequence) else text
+    with tempfile.TemporaryDirectory() as folder:
+        packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
+        batches = data.batches(
+            packed.split("train"), BATCH, length, limit=-(-tokens // (BATCH * length))
+        )
+        yield (strip(batch, False) for batch in batches)
+
+
+def grade(
+    model: LanguageModel,
+    text: str | Sequence[str] | Source,
+    *,
+    tokens: int = 200_000,
+    length: int = 256,
+) -> Evaluation:
+    """Measure loss, perplexity and bits per byte of every exit on `text`.
+
+    Args:
+      text: files, globs, or any `data.Source`.
+      tokens: most tokens of it, evenly spaced.
+      length: tokens of a window of text.
+
+    Raises:
+      DataError: for text that is empty.
+      ConfigError: for counts below 1.
+    """
+    mesh = known_mesh(MeshConfig())
+    if GRADING not in model.cache:
+        model.cache[GRADING] = make_eval_step(model.config, mesh)
+    names, byte_lengths = exit_names(model.config), model.tokenizer.byte_lengths
+    with _batches(model, text, tokens, length) as batches:
+        return evaluate(model.cache[GRADING], model.params, batches, mesh, names, byte_lengths)
 
 
 def generate(

@@ -11,6 +11,8 @@ from eejax.checkpoint.language_model import tokenizer_of
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.data import train_bpe
 from eejax.inference import EngineOptions, generate
+from eejax.inference.scoring import score
+from eejax.inference.weights import prepare
 
 
 def test_three_lines(eejax_data, tmp_path):
@@ -85,3 +87,23 @@ def test_every_token_that_ends_a_text_is_known(tmp_path):
     (folder / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match="generation_config.json: cannot be read"):
         tokenizer_of(folder, {}, 300)
+
+
+def test_a_grade_is_the_mean_loss_of_every_exit(small_run, tmp_path):
+    """Beside the probabilities that scoring gives each token of a text of one window."""
+    model = eejax.load(small_run)
+    text = "def f(x):\n    return x + 1\n"
+    (tmp_path / "a.txt").write_text(text)
+    found = model.grade(str(tmp_path / "a.txt"), length=64)
+    ids = [*model.tokenizer.encode(text).tolist(), model.tokenizer.end_ids[0]]
+    assert found.names == ("exit_1", "exit_2", "final") and found.tokens == len(ids) - 1
+    assert found.nbytes == len(text.encode()) - 1  # of the labels, the first byte is none
+    for e, loss in enumerate(found.losses):
+        one = score(prepare(model.params, model.config), model.config, ids, exit=e)
+        assert loss == pytest.approx(-float(np.mean(np.asarray(one.logprob))), rel=1e-4)
+    assert len(model.cache) == 1 and model.grade(str(tmp_path / "a.txt"), length=64) == found
+    with pytest.raises(ConfigError, match="tokens = 0"):
+        model.grade(str(tmp_path / "a.txt"), tokens=0)
+    (tmp_path / "none.txt").write_text("")
+    with pytest.raises(DataError):
+        model.grade(str(tmp_path / "none.txt"))
