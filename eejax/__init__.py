@@ -4,7 +4,7 @@ import importlib
 
 __version__ = "0.1.0"
 
-_HERE = ("LanguageModel", "calibrate", "generate", "grade", "load")
+_HERE = ("LanguageModel", "calibrate", "generate", "grade", "load", "tune")
 
 
 def __getattr__(name: str):

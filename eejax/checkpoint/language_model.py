@@ -71,6 +71,10 @@ class LanguageModel:
         """Return the model with trained routers; see `eejax.calibrate`."""
         return importlib.import_module(API).calibrate(self, *args, **kwargs)
 
+    def tune(self, *args: Any, **kwargs: Any) -> LanguageModel:
+        """Return the model with trained exits; see `eejax.tune`."""
+        return importlib.import_module(API).tune(self, *args, **kwargs)
+
     def grade(self, *args: Any, **kwargs: Any) -> Any:
         """Measure loss, perplexity and bits per byte of every exit on text; see `eejax.grade`."""
         return importlib.import_module(API).grade(self, *args, **kwargs)

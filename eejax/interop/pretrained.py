@@ -1,11 +1,12 @@
-"""Early exit for a pretrained model in a few lines: `eejax.load`, `calibrate`, `grade`, `generate`.
+"""Early exit for a pretrained model: `eejax.load`, `calibrate`, `tune`, `grade` and `generate`.
 
-The last three are methods of `checkpoint.language_model.LanguageModel` too.
+All but the first are methods of `checkpoint.language_model.LanguageModel` too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -20,8 +21,10 @@ from eejax.common.errors import ConfigError, require_count
 from eejax.data import Batch, Source
 from eejax.inference import EngineOptions, GenerationResult, Generator
 from eejax.sharding.mesh import MeshConfig, known_mesh
+from eejax.train.base import with_base
 from eejax.train.evaluate import Evaluation, evaluate
 from eejax.train.inputs import strip
+from eejax.train.loop import fit
 from eejax.train.metrics import exit_names
 from eejax.train.step import make_eval_step
 
@@ -74,6 +77,56 @@ def calibrate(
             tokens=tokens,
             watch=watch,
         )
+
+
+def tune(
+    model: LanguageModel,
+    text: str | Sequence[str],
+    exits: Sequence[int],
+    *,
+    workdir: str | os.PathLike | None = None,
+    steps: int = 300,
+    batch_size: int = 8,
+    length: int = 256,
+    learning_rate: float = 1e-3,
+) -> LanguageModel:
+    """Return the model with exits trained on `text`, while all else stays (EE-Tuning).
+
+    EE-Tuning (Pan et al. 2024); more settings have the command `eejax tune` and its configuration.
+
+    Args:
+      text: files, globs, or sources by name, as `data.source` takes them.
+      exits: boundaries of the exits. Those that the model has are trained from where they are, new
+        ones begin as copies of its final norm and head.
+      workdir: where the run is kept, which resumes from there; by default nowhere.
+      steps, batch_size: optimizer steps, and windows of text in each.
+      length: tokens of a window, at most the model's context.
+      learning_rate: its peak.
+
+    Raises:
+      ConfigError, DataError, CheckpointError: as `train.loop.fit`.
+    """
+    have = {e.boundary for e in model.config.exits}
+    tuned = sorted({*exits})
+    with tempfile.TemporaryDirectory() as folder:
+        base, place = os.path.join(folder, "base"), workdir or os.path.join(folder, "run")
+        model.save(base)
+        values = dict(
+            model={"exits": [{"boundary": n, "head": "own"} for n in tuned if n not in have]},
+            data={
+                "source": (text,) if isinstance(text, str) else tuple(text),
+                "length": min(length, model.config.context_length),
+                "validation_fraction": 0.0,  # `grade` measures exits
+            },
+            optimizer=dict(learning_rate=learning_rate, schedule="cosine"),
+            train=dict(
+                base=base, steps=steps, batch_size=batch_size, eval_every=0, checkpoint_every=0
+            ),
+            tune={"part": "exits", "exits": tuple(tuned)},
+        )
+        fit(with_base(values, place), place)
+        made = language_model.load(place)
+    return dataclasses.replace(made, source=None if workdir is None else made.source)
 
 
 @contextlib.contextmanager

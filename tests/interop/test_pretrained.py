@@ -107,3 +107,17 @@ def test_a_grade_is_the_mean_loss_of_every_exit(small_run, tmp_path):
     (tmp_path / "none.txt").write_text("")
     with pytest.raises(DataError):
         model.grade(str(tmp_path / "none.txt"))
+
+
+def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path):
+    model = eejax.load(small_run)
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
+    text, size = str(tmp_path / "a.txt"), dict(batch_size=2, length=32)
+    few = model.tune(text, [0], steps=1, learning_rate=1e-9, **size)
+    made = model.tune(text, [0], steps=60, learning_rate=1e-2, workdir=tmp_path / "run", **size)
+    assert few.source is None and made.source == tmp_path / "run" and made.step == 60
+    assert made.config.exit_boundaries == (0, *model.config.exit_boundaries)
+    before, after, base = (m.grade(text, tokens=2000).losses for m in (few, made, model))
+    assert after[0] < before[0] - 0.2 and after[1:] == before[1:] == base
+    with pytest.raises(ConfigError, match="exits"):
+        model.tune(text, [9], steps=1)
