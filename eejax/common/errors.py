@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import numbers
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 
 class ConfigError(ValueError):
@@ -24,13 +26,20 @@ class CheckpointError(RuntimeError):
 def require(ok: bool, field: str, value: Any, allowed: str, fix: str = "") -> None:
     """Raise `ConfigError` naming field, value, what is allowed and the fix, unless `ok`."""
     if not ok:
-        raise ConfigError(f"{field} = {value!r}: {allowed}." + (f" {fix}" if fix else ""))
+        raise ConfigError(_message(field, value, allowed, fix))
+
+
+def require_given(field: str, value: T | None, allowed: str, fix: str = "") -> T:
+    """Return the value. Raises `ConfigError`, as `require` does, where it is None."""
+    if value is None:
+        raise ConfigError(_message(field, value, allowed, fix))
+    return value
 
 
 def require_count(field: str, value: Any, least: int = 1) -> None:
     """Raise `ConfigError` unless the value is an integer of at least `least`."""
     count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require(count and value >= least, field, value, f"must be an integer of at least {least}")
+    require(count and int(value) >= least, field, value, f"must be an integer of at least {least}")
 
 
 def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
@@ -44,6 +53,10 @@ def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
 def require_one_of(field: str, value: Any, choices: tuple) -> None:
     """Raise `ConfigError` unless `value` is among `choices`."""
     require(value in choices, field, value, f"must be one of {', '.join(map(repr, choices))}")
+
+
+def _message(field: str, value: Any, allowed: str, fix: str) -> str:
+    return f"{field} = {value!r}: {allowed}." + (f" {fix}" if fix else "")
 
 
 def remedy(error: OSError) -> str:
