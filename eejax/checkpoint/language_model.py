@@ -114,7 +114,7 @@ def has_tokenizer(path: pathlib.Path) -> bool:
 
 
 def tokenizer_of(
-    path: pathlib.Path, raw: dict[str, Any], vocab_size: int, spec: str | None = None
+    path: pathlib.Path, raw: Mapping[str, Any], vocab_size: int, spec: str | None = None
 ) -> Tokenizer:
     """Load the tokenizer `spec`, or by default the folder's own.
 
@@ -151,7 +151,7 @@ def tokenizer_of(
     return found
 
 
-def _ends(path: pathlib.Path, raw: dict[str, Any], vocab_size: int) -> list[int]:
+def _ends(path: pathlib.Path, raw: Mapping[str, Any], vocab_size: int) -> list[int]:
     """List the end-of-text tokens that config.json and generation_config.json name."""
     declared = [raw.get("eos_token_id")]
     file = path / "generation_config.json"
