@@ -16,7 +16,7 @@ import importlib.util
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from typing import Any
 from unittest import mock
@@ -212,7 +212,7 @@ def _toolkit() -> dict[str, str]:
     Triton has both. A CUDA toolkit is not asked for, as most machines without a GPU have none.
     """
     spec = importlib.util.find_spec("triton")
-    if spec is None:
+    if spec is None or spec.origin is None:
         return {}
     own = pathlib.Path(spec.origin).parent / "backends" / "nvidia"
     folder = pathlib.Path(tempfile.mkdtemp(prefix="eejax-cuda-"))
@@ -225,9 +225,9 @@ def _toolkit() -> dict[str, str]:
 
 def compiled(
     card: Card,
-    run: Callable,
+    run: jax.stages.Wrapped,
     *args: Any,
-    compiler_options: dict[str, str] | None = None,
+    compiler_options: Mapping[str, str | bool] | None = None,
     **static: Any,
 ) -> jax.stages.Compiled:
     """Compile a jitted function for the card, of arguments as `shapes` or a mesh's placed ones.
@@ -241,4 +241,4 @@ def compiled(
     """
     with call.compute_capability(card.capability), _cudnn(card):
         lowered = run.trace(*args, **static).lower(lowering_platforms=("cuda",))
-    return lowered.compile(compiler_options=OPTIONS | _toolkit() | (compiler_options or {}))
+    return lowered.compile(compiler_options={**OPTIONS, **_toolkit(), **(compiler_options or {})})

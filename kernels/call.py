@@ -164,7 +164,8 @@ def _available(number: int | None) -> bool:
 
 def _of_gpu() -> int | None:
     """Compute capability of the default device; None where it is no GPU of NVIDIA's."""
-    device = jax.config.jax_default_device
+    # jax adds its options to the class of `jax.config` at run time, here and below.
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None:
         if jax.default_backend() != "gpu":
             return None
@@ -239,7 +240,7 @@ def launch(
 def precision(dtype: Any) -> str:
     """Triton's word for how matrices of a dtype are multiplied: by JAX's own setting,
     `jax_default_matmul_precision`, of which float32 is TF32 on a GPU if nothing is said."""
-    said = jax.config.jax_default_matmul_precision or ""
+    said = jax.config.jax_default_matmul_precision or ""  # pyright: ignore[reportAttributeAccessIssue]
     full = said in FULL or said.endswith(("_X3", "_X6", "_X9"))
     return "ieee" if jnp.dtype(dtype) == jnp.float32 and full else "tf32"
 
@@ -297,9 +298,9 @@ def folded(run: Callable, rows: tuple[int, ...]) -> Callable:
             def row(a, h):
                 return jax.ShapeDtypeStruct(a.shape[1:] if h else a.shape, a.dtype)
 
-            one = jax.tree.map(lambda a, h: row(a, h), args, tuple(is_batched))
+            single = jax.tree.map(row, args, tuple(is_batched))
             results = jax.tree.map(
-                lambda a: jnp.zeros((0, *a.shape), a.dtype), jax.eval_shape(run, *one)
+                lambda a: jnp.zeros((0, *a.shape), a.dtype), jax.eval_shape(run, *single)
             )
         elif any(h and i not in rows for i, h in enumerate(has)):
             own = {i: a for i, (a, h) in enumerate(zip(args, has, strict=True)) if h}

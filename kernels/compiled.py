@@ -31,7 +31,8 @@ class Kernel:
     @property
     def version(self) -> tuple[int, int]:
         """Version of the PTX."""
-        return tuple(map(int, re.search(r"\.version (\d+)\.(\d+)", self.ptx).groups()))
+        found = _found(r"\.version (\d+)\.(\d+)", self.ptx)
+        return int(found[1]), int(found[2])
 
     @property
     def doubles(self) -> bool:
@@ -42,7 +43,7 @@ class Kernel:
         """(registers a thread, bytes spilled), by the assembler that comes with Triton."""
         from triton.backends.nvidia.compiler import get_ptxas
 
-        target = re.search(r"\.target (sm_(\d+)\w*)", self.ptx)
+        target = _found(r"\.target (sm_(\d+)\w*)", self.ptx)
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
             file.write(self.ptx)
             file.flush()
@@ -59,8 +60,16 @@ class Kernel:
                 text=True,
                 check=True,
             ).stderr
-        spilled = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
-        return int(re.search(r"Used (\d+) registers", said)[1]), sum(map(int, spilled.groups()))
+        spilled = _found(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said)
+        return int(_found(r"Used (\d+) registers", said)[1]), sum(map(int, spilled.groups()))
+
+
+def _found(pattern: str, text: str) -> re.Match[str]:
+    """Search what an assembler reads or says; raise ValueError where the pattern is not in it."""
+    found = re.search(pattern, text)
+    if found is None:
+        raise ValueError(f"nothing matches {pattern!r} in {text!r}")
+    return found
 
 
 def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
@@ -72,6 +81,7 @@ def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
     with call.compute_capability(capability):
         traced = jax.jit(run).trace(*args)
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
+    assert module is not None  # lowering to StableHLO always has one
     found = []
     for op in _operations(module.operation):
         if (packed := _packed(op)) is not None:

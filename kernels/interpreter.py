@@ -97,11 +97,11 @@ def _unset(dtype: Any) -> Any:
 def patch() -> None:
     """Put the interpreter's bfloat16, loops and masks right. Raises RuntimeError where Triton
     compiles."""
-    import triton
     import triton.language as tl
+    from triton import knobs
     from triton.runtime import interpreter
 
-    if not triton.knobs.runtime.interpret:
+    if not knobs.runtime.interpret:
         raise RuntimeError(
             "set TRITON_INTERPRET=1 before Triton is imported, in the environment that the process "
             "starts with: this one compiles kernels"
@@ -116,11 +116,11 @@ def patch() -> None:
         bits = handle.data.astype(np.uint32) << 16
         return interpreter.TensorHandle(bits.view(np.float32), tl.float32)
 
-    def cast_impl(self, source, to):
-        if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
-            near = np.asarray(source.data, np.float32).astype(ml_dtypes.bfloat16)
+    def cast_impl(self, src, dst_type):
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            near = np.asarray(src.data, np.float32).astype(ml_dtypes.bfloat16)
             return interpreter.TensorHandle(near.view(np.uint16), tl.bfloat16)
-        return cast(self, source, to)
+        return cast(self, src, dst_type)
 
     def patch_tensor(tensor, scope):
         tensor_methods(tensor, scope)
@@ -128,12 +128,15 @@ def patch() -> None:
 
     interpreter._patch_lang_tensor = patch_tensor
 
-    def create_splat(self, to, scalar):
-        block = splat(self, to, scalar)
-        if scalar.data.dtype == np.bool_:
+    def create_splat(self, ret_ty, arg):
+        block = splat(self, ret_ty, arg)
+        if arg.data.dtype == np.bool_:
             block = interpreter.TensorHandle(block.data.astype(np.bool_), block.dtype)
         return block
 
+    def create_dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+        return dot(self, wide(a), wide(b), d, input_precision, max_num_imprecise_acc)
+
     builder.create_splat = create_splat
-    builder.create_dot = lambda self, a, b, *rest: dot(self, wide(a), wide(b), *rest)
+    builder.create_dot = create_dot
     builder.cast_impl = cast_impl

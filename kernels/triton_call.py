@@ -106,7 +106,7 @@ def _by_out_type(args, out, aliases, legacy, *, compute_capability, **how) -> li
         raise RuntimeError("jax-triton 0.4 writes the FFI form alone; 0.3 knows both")
     pointers = [p.name for p in how["kernel"].params if not p.is_constexpr]
     passed = {pointers[len(args) + o]: None for o in aliases.values()}
-    options = {"enable_fp_fusion": True}  # as 0.3
+    options: dict[str, bool | int] = {"enable_fp_fusion": True}  # as 0.3
     if compute_capability is not None:
         options["ptx_version"] = ptx_version(compute_capability)
     _let_unused_results_go()
@@ -172,8 +172,10 @@ def _rewritten() -> bool:
         results = before(ctx, *args, **params)
         if params["custom_call_target_name"] != FFI:
             return results
-        old = ir.OpResult(results[0]).owner
-        kernel = old.attributes["backend_config"].value_bytes
+        first = results[0]
+        assert isinstance(first, ir.Value)  # no kernel has tuples as results
+        old = ir.OpResult(first).owner
+        kernel = ir.StringAttr(old.attributes["backend_config"]).value_bytes
         rule = jax.ffi.ffi_lowering(
             FFI, api_version=4, operand_output_aliases=dict(params["input_output_aliases"])
         )

@@ -164,7 +164,7 @@ def model_config(metadata: dict[str, Any]) -> ModelConfig:
     return saved_settings(metadata, "model", ModelConfig.from_dict)
 
 
-def saved_settings(metadata: dict[str, Any], name: str, build: Callable[[Any], T]) -> T:
+def saved_settings(metadata: Mapping[str, Any], name: str, build: Callable[[Any], T]) -> T:
     """`build` of what a checkpoint's metadata hold under `name`.
 
     Raises `CheckpointError` where this version of the program cannot read it.

@@ -34,7 +34,7 @@ def watched() -> bool:
 
 
 @contextlib.contextmanager
-def steps(what: str, total: int, unit: str) -> Iterator[Callable[[int], None]]:
+def steps(what: str, total: int, unit: str) -> Iterator[Callable[[int], object]]:
     """Show a bar with an estimate of the time left; yield a function that adds finished units."""
     with tqdm(
         total=total,
@@ -121,11 +121,11 @@ def _listen() -> None:
     jax.monitoring.register_event_duration_secs_listener(_hear)
 
 
-def _hear(event: str, seconds: float, **about: str | int) -> None:
+def _hear(event: str, duration_secs: float, **about: str | int) -> None:
     name = str(about.get("fun_name", "a program"))
     if event == _LOWERED:
         _compiling[threading.get_ident()] = name
     elif event == _COMPILED:
         _compiling.pop(threading.get_ident(), None)
         for listener in tuple(_listeners):
-            listener(name, seconds)
+            listener(name, duration_secs)

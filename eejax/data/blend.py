@@ -103,7 +103,7 @@ def _block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, 
     return which, ranks
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
+def _mix(x: np.ndarray | np.uint64) -> np.ndarray | np.uint64:
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

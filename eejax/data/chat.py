@@ -37,6 +37,18 @@ MARKS = ("\ufdd1", "\ufdd2")
 """Delimiters of the assistant's parts of a text; Unicode reserves them code points for programs."""
 
 
+class MarkingEnvironment(ImmutableSandboxedEnvironment):
+    """Sandbox of a template.
+
+    Attributes:
+      marks: whether `GenerationTag` puts `MARKS` around its content.
+      marked: whether it has done so.
+    """
+
+    marks = False
+    marked = False
+
+
 class GenerationTag(Extension):
     """The tag `{% generation %}`, with which templates show trainers the model's part.
 
@@ -48,9 +60,10 @@ class GenerationTag(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        if not getattr(self.environment, "marks", False):
+        environment = self.environment
+        if not isinstance(environment, MarkingEnvironment) or not environment.marks:
             return body
-        self.environment.marked = True
+        environment.marked = True
 
         def put(mark):
             return nodes.Output([nodes.TemplateData(mark)], lineno=line)
@@ -85,10 +98,10 @@ class ChatTemplate:
           ConfigError: the source is not a valid template.
         """
         self._special, self._shield = dict(special or {}), Shield(control) if control else None
-        environment = ImmutableSandboxedEnvironment(
+        environment = MarkingEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
         )
-        environment.marks, environment.marked = marks, False
+        environment.marks = marks
         environment.filters["tojson"] = _json
         environment.globals.update(
             raise_exception=_refuse, strftime_now=lambda f: datetime.datetime.now().strftime(f)
@@ -123,43 +136,39 @@ class ChatTemplate:
         Raises:
           ConfigError: the template refuses the messages; the error names the first refused one.
         """
-        variables = dict(messages=list(messages), tools=tools, documents=documents)
-        options = dict(options or {})
-        if taken := sorted({*variables, "add_generation_prompt"} & {*options}):
+        given = list(messages)
+        variables: dict[str, Any] = dict(tools=tools, documents=documents)
+        more = dict(options or {})
+        if taken := sorted({"messages", *variables, "add_generation_prompt"} & {*more}):
             raise ConfigError(
                 f"{OPTIONS}: must not have {taken}, which other fields of the request set."
             )
-        if self._shield is not None:
-            variables = {name: self._shielded(name, value) for name, value in variables.items()}
-            options = self._shielded(OPTIONS, options)
-        messages = [_thoughtful(message) for message in variables.pop("messages")]
-        rest = self._special | options | variables | dict(add_generation_prompt=reply)
+        if (shield := self._shield) is not None:
+            given = _shielded(shield, "messages", given)
+            variables = {name: _shielded(shield, name, a) for name, a in variables.items()}
+            more = _shielded(shield, OPTIONS, more)
+        read = [_thoughtful(message) for message in given]
+        rest = self._special | more | variables | dict(add_generation_prompt=reply)
         if go_on:
-            return self._unfinished(messages, rest)
+            return self._unfinished(read, rest)
         try:
-            return self._rendered(messages, rest)
+            return self._rendered(read, rest)
         except Exception as error:  # an untrusted program may raise anything
-            number = self._first_bad(messages, rest, error)
+            number = self._first_bad(read, rest, error)
             raise ConfigError(
                 f"messages: the model's chat template refuses them ({error}), the first time at "
-                f"messages[{number}], which has {', '.join(messages[number])}."
+                f"messages[{number}], which has {', '.join(read[number])}."
             ) from error
-
-    def _shielded(self, name: str, value: Any) -> Any:
-        try:
-            return self._shield(value)
-        except ValueError as error:
-            raise ConfigError(f"{name}: {error}.") from error
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], rest: Mapping[str, Any]) -> str:
         """Render the first form of the messages that the template accepts."""
-        failed = None
+        failed = []
         for form in _forms(messages):
             try:
                 return self._template.render(messages=form, **rest)
             except Exception as error:
-                failed = failed or error
-        raise failed
+                failed.append(error)
+        raise failed[0]
 
     def _first_bad(self, messages, rest, error: Exception) -> int:
         """Return the number of the first message with which the template raises the same error."""
@@ -196,6 +205,13 @@ class ChatTemplate:
         return text[:at] if whole else text[:at].rstrip()
 
 
+def _shielded(shield: Shield, name: str, value: Any) -> Any:
+    try:
+        return shield(value)
+    except ValueError as error:
+        raise ConfigError(f"{name}: {error}.") from error
+
+
 def _forms(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[dict[str, Any]]]:
     """Yield forms of messages to try in order.
 
@@ -220,7 +236,7 @@ def _with_calls(message: Mapping[str, Any], change) -> dict[str, Any]:
     if not isinstance(calls, list):
         return dict(message)
     made = [
-        call | {"function": change(call["function"])}
+        dict(call) | {"function": change(call["function"])}
         if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping)
         else call
         for call in calls

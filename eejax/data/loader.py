@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from eejax.common.errors import DataError, require
+from eejax.common.errors import DataError, require, require_given
 from eejax.data.blend import BLOCK, Blend, shares_of
 from eejax.data.packing import Split
 
@@ -105,7 +105,7 @@ class Loader:
         *,
         weights: Sequence[float] | None = None,
         document_masks: bool = False,
-        rampup: tuple[int, int, int] | None = None,
+        rampup: Sequence[int] | None = None,
     ):
         require(batch_size > 0, "batch_size", batch_size, "must be > 0")
         require(length > 0, "length", length, "must be > 0")
@@ -113,12 +113,9 @@ class Loader:
         require(len(self.splits) > 0, "splits", splits, "must be at least one")
         if weights is None and len(self.splits) == 1:
             weights = (1.0,)
-        require(
-            weights is not None and len(weights) == len(self.splits),
-            "weights",
-            weights,
-            f"must be {len(self.splits)} numbers, one for each split",
-        )
+        allowed = f"must be {len(self.splits)} numbers, one for each split"
+        weights = require_given("weights", weights, allowed)
+        require(len(weights) == len(self.splits), "weights", weights, allowed)
         self.batch_size, self.length, self.seed = batch_size, length, seed
         self.document_masks = document_masks
         self._sizes = BatchSchedule.of(batch_size, rampup)
@@ -238,7 +235,7 @@ class Loader:
                 f"loader: {'; '.join(wrong)}. Resume with the settings and text of the saved run, "
                 "or start a new run."
             )
-        self.samples, self.step = counts["samples"], counts["step"]
+        self.samples, self.step = state["samples"], state["step"]
 
     def _identity(self) -> dict[str, Any]:
         """Return what decides which window a sample is."""

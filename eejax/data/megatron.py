@@ -22,7 +22,7 @@ import numpy as np
 from eejax.common.errors import DataError
 from eejax.data import packing, places
 from eejax.data.sources import name_hash
-from eejax.data.tokenizers import Tokenizer
+from eejax.data.tokenizers import Tokenizer, require_end
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<QBQQ")
@@ -75,7 +75,7 @@ def open_megatron(
         the tokenizer's vocabulary.
     """
     places.check_fraction(validation_fraction)
-    places.require_end(tokenizer)
+    require_end(tokenizer)
     prefix = os.path.expanduser(os.fspath(prefix))
     try:
         dtype, bounds = _index(f"{prefix}.idx")
@@ -188,7 +188,7 @@ def _read_all(
     table = tokenizer.byte_lengths
     for at in range(0, len(tokens), _BLOCK):
         block = np.asarray(tokens[at : at + _BLOCK])
-        digest.update(block)
+        digest.update(block.data)
         if block.min() < 0 or block.max() >= tokenizer.vocab_size:
             i = np.flatnonzero((block < 0) | (block >= tokenizer.vocab_size))[0]
             raise DataError(

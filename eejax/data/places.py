@@ -8,9 +8,9 @@ import json
 import os
 from typing import Any
 
-from eejax.common.errors import DataError, require
+from eejax.common.errors import require
 from eejax.data.sources import Source, is_supervised
-from eejax.data.tokenizers import Tokenizer
+from eejax.data.tokenizers import Tokenizer, require_end
 
 FORMAT = 2
 
@@ -41,9 +41,10 @@ def packed_before(
 
     Of several, of a text that has changed between, it cannot be told which is meant.
     """
-    if not hasattr(source, "settings"):
+    settings_of_source = getattr(source, "settings", None)
+    if settings_of_source is None:
         return None
-    settings, found = source.settings(), []
+    settings, found = settings_of_source(), []
     wanted = _spec(settings, tokenizer, validation_fraction, seed) | {"source": {}}
     of_text = {"files", "bytes", "digest"}
     for path in sorted(glob.glob(os.path.join(glob.escape(_absolute(root)), "*", "meta.json"))):
@@ -58,15 +59,6 @@ def packed_before(
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue  # damaged, or of another format
     return found[0] if len(found) == 1 else None
-
-
-def require_end(tokenizer: Tokenizer) -> None:
-    """Raise `DataError` for a tokenizer without a token that ends documents."""
-    if tokenizer.eos_id is None:
-        raise DataError(
-            f"tokenizer {tokenizer.fingerprint} has no token that ends a document: load it with "
-            "eos= the name of one of its special tokens."
-        )
 
 
 def check_fraction(validation_fraction: float) -> None:

@@ -6,7 +6,7 @@ import operator
 import sys
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 from eejax.common.errors import DataError, require
 from eejax.data.loader import Batch, Loader, windows_of
@@ -47,7 +47,7 @@ class Prefetch:
         grain = import_grain()
         self.loader = loader
         self._grain, self._options = grain, grain.ReadOptions(threads, buffer)
-        self._source: _Ahead | None = None
+        self._running: _Running | None = None
         self._at: int | None = None  # samples before the batch that grain gives next, if known
 
     @property
@@ -62,12 +62,13 @@ class Prefetch:
         return self
 
     def __next__(self) -> Batch:
-        if self._at != self.loader.samples:
-            self._open()
+        running = self._running
+        if running is None or self._at != self.loader.samples:
+            running = self._open()
         # grain goes on after the batch that failed: until this one is handed out, whatever
         # interrupts (a signal's handler too) means beginning anew from the loader's position.
         self._at = None
-        batch = next(self._iterator)
+        batch = next(running.iterator)
         self.loader.advance()
         self._at = self.loader.samples
         return batch
@@ -81,12 +82,12 @@ class Prefetch:
         self.loader.restore(state)
 
     def close(self) -> None:
-        if self._source is not None:
-            threads = self._source.stop()
-            self._iterator.close()
+        if self._running is not None:
+            threads = self._running.source.stop()
+            self._running.iterator.close()
             for thread in threads:  # grain does not wait for them
                 thread.join()
-        self._source = self._iterator = self._at = None
+        self._running = self._at = None
 
     def __enter__(self) -> Prefetch:
         return self
@@ -94,11 +95,20 @@ class Prefetch:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _open(self) -> None:
+    def _open(self) -> _Running:
         self.close()
-        self._source = _Ahead(self.loader)
-        dataset = self._grain.MapDataset.source(self._source)
-        self._iterator = iter(dataset.to_iter_dataset(self._options))
+        source = _Ahead(self.loader)
+        dataset = self._grain.MapDataset.source(source)
+        running = _Running(source, iter(dataset.to_iter_dataset(self._options)))
+        self._running = running
+        return running
+
+
+class _Running(NamedTuple):
+    """Batches under way: what makes them, and grain's iterator over them."""
+
+    source: _Ahead
+    iterator: Any
 
 
 class _Ahead:
@@ -142,14 +152,22 @@ def windows(split: Split, length: int, *, document_masks: bool = False) -> Seque
     return _Windows(split, length, document_masks)
 
 
-class _Windows(Sequence):
+class _Windows(Sequence[Batch]):
     def __init__(self, split: Split, length: int, document_masks: bool):
         self._split, self._length, self._masks = split, length, document_masks
 
     def __len__(self) -> int:
         return max(0, len(self._split) - 1) // self._length
 
-    def __getitem__(self, i: int) -> Batch:
+    @overload
+    def __getitem__(self, i: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, i: slice) -> list[Batch]: ...
+
+    def __getitem__(self, i: int | slice) -> Batch | list[Batch]:
+        if isinstance(i, slice):
+            return [self[j] for j in range(len(self))[i]]
         i = operator.index(i)
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} of {len(self)}")

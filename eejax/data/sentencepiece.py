@@ -88,7 +88,8 @@ class SentencePieceTokenizer:
         self.eos_id = self._special("eos", eos, self._inner.eos_id())
         self.bos_id = self._special("bos", bos, self._inner.bos_id())
         names = {i: name for name, i in self.control.items()}
-        self.eos, self.bos = names.get(self.eos_id), names.get(self.bos_id)
+        self.eos = None if self.eos_id is None else names.get(self.eos_id)
+        self.bos = None if self.bos_id is None else names.get(self.bos_id)
         self.adds_bos = bool(adds_bos) and self.bos_id is not None
         self.end_ids = all_ends(self.eos_id, ends)
         self.chat = chat
@@ -106,8 +107,12 @@ class SentencePieceTokenizer:
     def _settings(self) -> dict[str, Any]:
         return settings_of(self) | {"added": self.added, "space": self.space}
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         digest = hashlib.sha256(self.model)
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
         if self.added or self.space:
@@ -115,8 +120,12 @@ class SentencePieceTokenizer:
         digest.update(json.dumps(named).encode())
         return f"{SENTENCEPIECE}-{digest.hexdigest()[:16]}"
 
-    @functools.cached_property
+    @property
     def byte_lengths(self) -> np.ndarray:
+        return self._byte_lengths
+
+    @functools.cached_property
+    def _byte_lengths(self) -> np.ndarray:
         return np.array([len(self.token_bytes(i)) for i in range(self.vocab_size)], np.int64)
 
     def token_bytes(self, token: int) -> bytes:
@@ -178,9 +187,10 @@ class SentencePieceTokenizer:
     def _ids(self, pieces: Sequence[int | str]) -> np.ndarray:
         """Return ids of special tokens and of the texts between them."""
         ids: list[int] = []
+        split = self._text_tokens
         for number, piece in enumerate(pieces):
-            whole = isinstance(piece, int) or self._text_tokens is None
-            for part, text in enumerate([piece] if whole else self._text_tokens(piece)):
+            texts = [piece] if isinstance(piece, int) or split is None else split(piece)
+            for part, text in enumerate(texts):
                 first = number == part == 0
                 ids.extend([text] if isinstance(text, int) else self._encoder(text, first)(text))
         return np.asarray(ids, np.int32)
@@ -191,15 +201,15 @@ class SentencePieceTokenizer:
         spaced = self.space == "always" or (self.space == "first" and first)
         return (self._inner if spaced and text[:1] not in (" ", _SPACE) else self._bare).encode
 
-    def decode(self, ids: Sequence[int]) -> str:
-        ids = np.asarray(ids, np.int64).reshape(-1)
-        ids = ids[(ids >= 0) & (ids < self.vocab_size)]
-        ids = ids[self._has_text[ids]].tolist()
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        known = np.asarray(ids, np.int64).reshape(-1)
+        known = known[(known >= 0) & (known < self.vocab_size)]
+        shown = known[self._has_text[known]].tolist()
         decode = (self._bare if self.space == "never" else self._inner).decode
-        if not any(i in self.added for i in ids):
-            return decode(ids)
+        if not any(i in self.added for i in shown):
+            return decode(shown)
         text, run = "", []
-        for i in [*ids, None]:
+        for i in [*shown, None]:
             if i is not None and i not in self.added:
                 run.append(i)
                 continue

@@ -301,7 +301,7 @@ def source(
 
     specs = (spec,) if isinstance(spec, str) else tuple(spec)
     require(len(specs) > 0, "source", spec, "must name at least one")
-    parts: list[Source] = []
+    parts: list[TextFiles | PythonStdlib | hub.HubDataset] = []
     for (other, form), group in itertools.groupby(map(_form, specs), lambda one: one[:2]):
         names = [name for *_, name in group]
         if not other:

@@ -18,7 +18,7 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.data.chat import MARKS, ChatTemplate, plain
 from eejax.data.records import CHAT
 from eejax.data.sources import FieldDocument
-from eejax.data.tokenizers import Tokenizer
+from eejax.data.tokenizers import Tokenizer, require_end
 
 
 def encode(tokenizer: Tokenizer, document: FieldDocument) -> tuple[np.ndarray, np.ndarray]:
@@ -32,17 +32,18 @@ def encode(tokenizer: Tokenizer, document: FieldDocument) -> tuple[np.ndarray, n
       DataError: a conversation that the template refuses, or whose assistant's parts it does not
         show; a tokenizer without a template.
     """
+    end = require_end(tokenizer)
     try:
         if document.form == CHAT:
             text, spans = conversation(tokenizer, **json.loads(document.text))
             ids, counted = _counted(tokenizer, tokenizer.encode_marked, text, spans)
-            ids, counted = np.append(ids, tokenizer.eos_id), np.append(counted, False)
+            ids, counted = np.append(ids, end), np.append(counted, False)
         else:
             record = json.loads(document.text)
             prompt, text = record["prompt"], record["prompt"] + record["completion"]
             answer = (len(prompt), len(text))
             ids, counted = _counted(tokenizer, tokenizer.encode, text, [answer])
-            ids, counted = np.append(ids, tokenizer.eos_id), np.append(counted, True)
+            ids, counted = np.append(ids, end), np.append(counted, True)
     except (ConfigError, DataError) as error:
         raise DataError(f"{document.name}: {error}") from error
     return ids.astype(np.int32), counted

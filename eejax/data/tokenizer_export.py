@@ -54,8 +54,12 @@ def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context
         definition = _beginning(definition, tokenizer)
         with open(os.path.join(path, JSON), "w", encoding="utf-8") as file:
             file.write(definition)
-    special = dict(tokenizer.special) or {"eos_token": _end_of(tokenizer)}
-    names = {name: special.pop(name) for name in [*special] if name.endswith("_token")}
+    special = dict(tokenizer.special)
+    if isinstance(tokenizer, ByteTokenizer):  # which has no names
+        special = {"eos_token": _end_of(tokenizer)}
+    names: dict[str, Any] = {
+        name: special.pop(name) for name in [*special] if name.endswith("_token")
+    }
     if special:
         names["extra_special_tokens"] = special
     write_json(os.path.join(path, CONFIG), values | names)
@@ -73,9 +77,10 @@ def _beginning(definition: str, tokenizer: Tokenizer) -> str:
     want = [tokenizer.bos_id] if tokenizer.adds_bos else []
     if inner.encode("").ids == want:
         return definition
+    bos = tokenizer.special.get("bos_token")
     inner.post_processor = processors.TemplateProcessing(
-        single=f"{tokenizer.bos} $A" if want else "$A",
-        special_tokens=[(tokenizer.bos, tokenizer.bos_id)] if want else [],
+        single=f"{bos} $A" if want else "$A",
+        special_tokens=[(bos, tokenizer.bos_id)] if want else [],
     )
     return inner.to_str()
 
@@ -132,7 +137,9 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
     from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
     from tokenizers import Tokenizer as Inner
 
-    proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.model)
+    # Protocol Buffers make the class at run time.
+    message = sentencepiece_model_pb2.ModelProto  # pyright: ignore[reportAttributeAccessIssue]
+    proto = message.FromString(tokenizer.model)
     spec, options = proto.normalizer_spec, proto.trainer_spec
     pieces = [(piece.piece, piece.score) for piece in proto.pieces]
     if options.model_type == options.BPE:
@@ -164,7 +171,7 @@ def _of_pieces(tokenizer: SentencePieceTokenizer) -> str:
     whole = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
     inner.decoder = decoders.Sequence(whole)
     kinds = proto.SentencePiece
-    added = {
+    added: dict[int, dict[str, Any]] = {
         i: dict(content=piece.piece, special=piece.type == kinds.CONTROL, normalized=False)
         for i, piece in enumerate(proto.pieces)
         if piece.type in (kinds.CONTROL, kinds.USER_DEFINED)

@@ -102,10 +102,13 @@ def load_tokenizer(
 
     make = SentencePieceTokenizer if is_model else JsonTokenizer
     try:
-        settings = {"definition": definition} | (
+        settings: dict[str, Any] = {"definition": definition} | (
             _beside(file, definition) if saved is None else saved
         )
-        tokens = {"eos": eos or settings.get("eos"), "bos": bos or settings.get("bos")}
+        tokens: dict[str, Any] = {
+            "eos": eos or settings.get("eos"),
+            "bos": bos or settings.get("bos"),
+        }
         tokens["ends"] = [*ends, *settings.get("ends", ())]
         return make(settings.pop("definition"), **settings | tokens)
     except DataError as error:
@@ -138,7 +141,7 @@ def chat_template(folder: str | os.PathLike) -> str | None:
     require(config, "chat_template", source, _TEMPLATE)
     if source is None or isinstance(source, str):
         return source
-    return _named_templates(source).get("default")
+    return (_named_templates(source) or {}).get("default")
 
 
 def _named_templates(value: Any) -> dict[str, str] | None:

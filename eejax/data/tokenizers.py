@@ -49,15 +49,31 @@ class Tokenizer(Protocol):
       control: ids of the special tokens by their names, which users' text cannot contain.
     """
 
-    vocab_size: int
-    eos_id: int | None
-    bos_id: int | None
-    adds_bos: bool
-    end_ids: tuple[int, ...]
     chat: str | None
-    special: Mapping[str, str]
-    control: Mapping[str, int]
-    fingerprint: str
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def adds_bos(self) -> bool: ...
+
+    @property
+    def end_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def special(self) -> Mapping[str, str]: ...
+
+    @property
+    def control(self) -> Mapping[str, int]: ...
+
+    @property
+    def fingerprint(self) -> str: ...
 
     @property
     def byte_lengths(self) -> np.ndarray:
@@ -86,7 +102,7 @@ class Tokenizer(Protocol):
         but for those that `special.Shield` marked."""
         ...
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of the ids; special tokens and ids outside the vocabulary have none."""
         ...
 
@@ -107,7 +123,7 @@ class ByteTokenizer:
     eos_id = 256
     bos_id = None
     adds_bos = False
-    chat = None
+    chat: str | None = None
     special: Mapping[str, str] = {}
     control: Mapping[str, int] = {}
     fingerprint = "bytes-257"
@@ -137,7 +153,7 @@ class ByteTokenizer:
     def encode_marked(self, text: str) -> np.ndarray:
         return self.encode(text.replace(MARK, ""))
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         return self.text_bytes(ids).decode("utf-8", errors="replace")
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
@@ -148,9 +164,9 @@ class ByteTokenizer:
         template = {} if self.chat is None else {"chat": self.chat}
         write_json(os.path.join(path, MARKER), {"kind": BYTES, "eos_id": self.eos_id} | template)
 
-    def text_bytes(self, ids: Sequence[int]) -> bytes:
-        ids = np.asarray(ids, np.int64).reshape(-1)
-        return ids[(ids >= 0) & (ids < 256) & (ids != self.eos_id)].astype(np.uint8).tobytes()
+    def text_bytes(self, ids: Sequence[int] | np.ndarray) -> bytes:
+        a = np.asarray(ids, np.int64).reshape(-1)
+        return a[(a >= 0) & (a < 256) & (a != self.eos_id)].astype(np.uint8).tobytes()
 
 
 class JsonTokenizer:
@@ -188,7 +204,7 @@ class JsonTokenizer:
         self.bos_id = None if self.bos is None else vocabulary[self.bos]
         if adds_bos is None:
             adds_bos = self._plain.encode("", add_special_tokens=True).ids[:1] == [self.bos_id]
-        self.adds_bos = adds_bos and self.bos_id is not None
+        self.adds_bos = bool(adds_bos) and self.bos_id is not None
         self.end_ids = all_ends(self.eos_id, ends)
         self.special = names_of(self, special)
 
@@ -196,15 +212,23 @@ class JsonTokenizer:
         # The library's object loses settings when it is pickled.
         return made_again, (type(self), self.definition, settings_of(self))
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
+        return self._fingerprint
+
+    @functools.cached_property
+    def _fingerprint(self) -> str:
         # Of the file's content, which the library's version does not change.
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
         content = json.dumps([json.loads(self.definition), *named], sort_keys=True)
         return "json-" + hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    @functools.cached_property
+    @property
     def byte_lengths(self) -> np.ndarray:
+        return self._byte_lengths
+
+    @functools.cached_property
+    def _byte_lengths(self) -> np.ndarray:
         return np.array([len(self.token_bytes(i)) for i in range(self.vocab_size)], np.int64)
 
     def token_bytes(self, token: int) -> bytes:
@@ -228,8 +252,12 @@ class JsonTokenizer:
         """Special tokens, as the library has them."""
         return {i: t for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
 
-    @functools.cached_property
+    @property
     def control(self) -> dict[str, int]:
+        return self._control
+
+    @functools.cached_property
+    def _control(self) -> dict[str, int]:
         return {token.content: i for i, token in self._added.items()}
 
     @functools.cached_property
@@ -279,10 +307,10 @@ class JsonTokenizer:
         ids = inner.encode(text, add_special_tokens=False).ids
         return np.asarray([next(found) if i == mark else i for i in ids], np.int32)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        ids = np.asarray(ids, np.int64).reshape(-1)
-        ids = ids[(ids >= 0) & (ids < self.vocab_size)]
-        return self._plain.decode(ids.tolist(), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        known = np.asarray(ids, np.int64).reshape(-1)
+        known = known[(known >= 0) & (known < self.vocab_size)]
+        return self._plain.decode(known.tolist(), skip_special_tokens=True)
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
         return PieceStream(self.decode, prompt)
@@ -324,9 +352,20 @@ def made_again(kind: type, definition: Any, settings: Mapping[str, Any]) -> Any:
 
 def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
     """ids [t] with the token before them with which the tokenizer's texts begin."""
-    if not tokenizer.adds_bos or ids[:1].tolist() == [tokenizer.bos_id]:
+    first = tokenizer.bos_id
+    if not tokenizer.adds_bos or first is None or ids[:1].tolist() == [first]:
         return ids
-    return np.append(np.int32(tokenizer.bos_id), ids)
+    return np.append(np.int32(first), ids)
+
+
+def require_end(tokenizer: Tokenizer) -> int:
+    """Return the token that ends documents. Raises `DataError` for a tokenizer without one."""
+    if tokenizer.eos_id is None:
+        raise DataError(
+            f"tokenizer {tokenizer.fingerprint} has no token that ends a document: load it with "
+            "eos= the name of one of its special tokens."
+        )
+    return tokenizer.eos_id
 
 
 def train_bpe(

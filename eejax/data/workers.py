@@ -17,17 +17,16 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eejax.common.children import block_signals
 from eejax.common.errors import DataError
-from eejax.data.records import TEXT
 from eejax.data.sources import Document, FieldDocument, name_hash
 from eejax.data.tokenizer_files import load_tokenizer
-from eejax.data.tokenizers import Tokenizer
+from eejax.data.tokenizers import Tokenizer, require_end
 
 # A chunk is a fraction of a second's work, and small beside the processes that work on it.
 CHUNK_CHARS = 1 << 18
@@ -86,8 +85,8 @@ def encode(tokenizer: Tokenizer, encoding: Encoding, chunk: Chunk) -> Encoded:
 
 def _ids(tokenizer: Tokenizer, document: Document | FieldDocument) -> np.ndarray:
     """[t] uint32: a document's ids and the end token, with `UNCOUNTED` where none is predicted."""
-    if document.form == TEXT:
-        return np.append(tokenizer.encode(document.text), tokenizer.eos_id).astype(np.uint32)
+    if isinstance(document, Document):
+        return np.append(tokenizer.encode(document.text), require_end(tokenizer)).astype(np.uint32)
     # Here, because templates need Jinja.
     from eejax.data import supervised
 
@@ -97,7 +96,7 @@ def _ids(tokenizer: Tokenizer, document: Document | FieldDocument) -> np.ndarray
 
 def encoded(
     chunks: Iterable[Chunk], tokenizer: Tokenizer, encoding: Encoding, workers: int, folder: str
-) -> Iterator[Encoded]:
+) -> Generator[Encoded, None, None]:
     """The chunks, encoded, in their order; at most 2 * `workers` are held at a time.
 
     folder: where the tokenizer is saved. With one worker the work is done here. Raises `DataError`
@@ -170,11 +169,13 @@ class _Worker:
                 )
         finally:
             os.close(theirs)
+        assert self.process.stdin is not None  # a pipe
+        self._chunks = self.process.stdin
 
     def send(self, value: Any) -> None:
         try:
-            pickle.dump(value, self.process.stdin, pickle.HIGHEST_PROTOCOL)
-            self.process.stdin.flush()
+            pickle.dump(value, self._chunks, pickle.HIGHEST_PROTOCOL)
+            self._chunks.flush()
         except OSError as error:
             raise self._dead() from error
 
@@ -198,7 +199,7 @@ class _Worker:
     def close(self) -> None:
         self.process.kill()
         self.process.wait()
-        for pipe in (self.process.stdin, self._replies):
+        for pipe in (self._chunks, self._replies):
             try:
                 pipe.close()
             except OSError:  # what it held back has no reader

@@ -38,7 +38,9 @@ def confidence(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
     return routed.confidence.reshape(x.shape[:-1])
 
 
-def _weights(p: Tree) -> tuple:
+def _weights(
+    p: Tree,
+) -> tuple[jax.Array, jax.Array | None, jax.Array, jax.Array, jax.Array]:
     norm = p["norm"]
     return norm["scale"], norm.get("bias"), p["down"], p["up"], p["up_bias"]
 

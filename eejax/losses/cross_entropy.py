@@ -12,7 +12,6 @@ On GPUs a chunk's costs and gradient are those of the kernels, except for exits 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eejax.common.errors import require
+from eejax.common.errors import require, require_given
 from eejax.common.trees import varying_zero
 from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy import api as kernel
@@ -88,7 +87,7 @@ class _Inputs(NamedTuple):
     hs: tuple[jax.Array, ...]
     table: jax.Array
     biases: tuple[jax.Array | None, ...]
-    labels: jax.Array | None
+    labels: jax.Array
     weights: tuple[jax.Array, ...] | None
     coefficients: jax.Array
     teacher: tuple[jax.Array, jax.Array, jax.Array | None] | None
@@ -119,8 +118,8 @@ def linear_cross_entropy(
       The sum in nats, float32 [].
     """
     one = jnp.ones((1,), jnp.float32)
-    weights = None if weights is None else (weights,)
-    return exits_cross_entropy((h,), (head,), labels, one, weights=weights, axis=axis)[0]
+    own = None if weights is None else (weights,)
+    return exits_cross_entropy((h,), (head,), labels, one, weights=own, axis=axis)[0]
 
 
 def exits_cross_entropy(
@@ -169,7 +168,7 @@ def exits_cross_entropy(
     objectives = tuple(objectives or [CROSS_ENTROPY] * len(heads))
     taught, taught_by = None, None
     if any(o.distillation for o in objectives):
-        require(teacher is not None, "teacher", teacher, "must be given where an objective distils")
+        teacher = require_given("teacher", teacher, "must be given where an objective distils")
         work = teacher.head.table.astype(teacher.h.dtype)
         taught = lax.stop_gradient((_flat(teacher.h), work, teacher.head.bias))
         taught_by = teacher.head.options
@@ -241,8 +240,9 @@ def _costs(o: LossObjective, axis: str | None, y, z, labels) -> chunks.TokenCost
         cost = (1 - o.distillation) * cost + o.distillation * t**2 * (mean + tempered - taught)
         norms = norms._replace(tempered=tempered, taught=taught)
     if o.confidence_weighted:
-        norms = norms._replace(confidence=jnp.exp(top - lse))
-        cost = cost * norms.confidence
+        confidence = jnp.exp(top - lse)
+        norms = norms._replace(confidence=confidence)
+        cost = cost * confidence
     if o.z_loss:
         cost = cost + o.z_loss * jnp.square(lse)
     return chunks.TokenCosts(cost, nll, (y, z, norms))
@@ -280,7 +280,10 @@ def _logits_loss(spec: _Spec, e: int, inputs: _Inputs) -> chunks.ChunkLoss:
     def costs(h: jax.Array, tokens: chunks.LossTokens, _) -> chunks.TokenCosts:
         y, z = logits(Head(table, bias, options), h, spec.axis), None
         if objective.distillation:
-            z = logits(Head(*inputs.teacher[1:], spec.teacher), tokens.teacher, spec.axis)
+            assert inputs.teacher is not None and tokens.teacher is not None
+            assert spec.teacher is not None  # `exits_cross_entropy` asks for a teacher
+            _, taught, taught_bias = inputs.teacher
+            z = logits(Head(taught, taught_bias, spec.teacher), tokens.teacher, spec.axis)
         return _costs(objective, spec.axis, y, z, tokens.labels)
 
     def gradient(kept, tokens: chunks.LossTokens, scale: jax.Array):
@@ -296,31 +299,45 @@ def _exit_sums(spec: _Spec, e: int, inputs: _Inputs, into: jax.Array | None):
     h, table, labels = inputs.hs[e], inputs.table, inputs.labels
     weights = None if inputs.weights is None else inputs.weights[e]
     coefficient = inputs.coefficients[e]
+    scale = coefficient.astype(jnp.float32)
     skip = coefficient == 0 if spec.sparse else None
-    run = dict(scale=coefficient.astype(jnp.float32), into=into, skip=skip)
     if call.by_kernels() and not o.distillation:  # kernels do not distil
-        args = h, table, inputs.biases[e], labels, weights
-        options = kernel.LossOptions(
+        kernel_options = kernel.LossOptions(
             options.vocab_size,
             options.softcap,
             options.temperature,
             o.z_loss,
             o.confidence_weighted,
         )
-        return kernel.linear_cross_entropy(*args, options=options, axis=spec.axis, **run)
+        return kernel.linear_cross_entropy(
+            h,
+            table,
+            inputs.biases[e],
+            labels,
+            weights,
+            options=kernel_options,
+            axis=spec.axis,
+            scale=scale,
+            into=into,
+            skip=skip,
+        )
     rows = table.shape[0]
     tokens = chunks.loss_tokens(labels, weights, options.vocab_size, rows, spec.axis)
     if o.distillation:
+        assert inputs.teacher is not None
         tokens = tokens._replace(teacher=inputs.teacher[0])
     size = chunk_size(labels.size, rows)
-    return chunks.sum_chunks(_logits_loss(spec, e, inputs), h, tokens, size, **run)
+    loss = _logits_loss(spec, e, inputs)
+    return chunks.sum_chunks(loss, h, tokens, size, scale=scale, into=into, skip=skip)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _exits_loss(spec: _Spec, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
+def _total_and_sums(spec: _Spec, inputs: _Inputs) -> tuple[jax.Array, jax.Array]:
     """Return (sum of c_e C_e, S [e])."""
     found = [_exit_sums(spec, e, inputs, None)[0] for e in range(len(inputs.hs))]
     return _results(spec, inputs.coefficients, found)[0]
+
+
+_exits_loss = jax.custom_vjp(_total_and_sums, nondiff_argnums=(0,))
 
 
 def _results(spec: _Spec, coefficients: jax.Array, found: Sequence[chunks.Sums]):
@@ -344,6 +361,7 @@ def _forward(spec: _Spec, inputs: _Inputs):
     found, gradients = [], []
     for e in range(len(inputs.hs)):
         sums, d = _exit_sums(spec, e, inputs, into)
+        assert d is not None  # as `into` is given
         into = d.table
         found.append(sums)
         gradients.append(d)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
-from eejax.common.errors import require
+from eejax.common.errors import ConfigError, require
 from eejax.common.trees import Tree
 from eejax.losses.cross_entropy import IGNORE, Teacher, exits_cross_entropy
 from eejax.losses.objective import CROSS_ENTROPY, LossObjective
@@ -21,20 +21,22 @@ from eejax.sharding.spread import gathered
 
 TOKENS = 0x70C5  # folded into a sample's key: no layer's dropout has this number
 
+Leaf = TypeVar("Leaf")  # an array, or what stands for one, such as a `PartitionSpec`
 
-class ExitSums(NamedTuple):
+
+class ExitSums(NamedTuple, Generic[Leaf]):
     """Contribution of a batch to the mean loss of every exit.
 
     Attributes:
       sums: [e] float32, -log p summed over counted tokens, in nats, the final exit last.
-      count: int32, number of counted tokens.
+      num_tokens: int32, number of counted tokens.
     """
 
-    sums: jax.Array
-    count: jax.Array
+    sums: Leaf
+    num_tokens: Leaf
 
 
-class BatchSums(NamedTuple):
+class BatchSums(NamedTuple, Generic[Leaf]):
     """Sums over all samples of a batch, of a loss sum_e w_e C_e (`multi_exit_loss`).
 
     Attributes:
@@ -46,9 +48,9 @@ class BatchSums(NamedTuple):
     """
 
     grads: Tree
-    squares: jax.Array
-    total: jax.Array
-    exits: ExitSums
+    squares: Leaf
+    total: Leaf
+    exits: ExitSums[Leaf]
 
 
 def multi_exit_loss(
@@ -68,7 +70,7 @@ def multi_exit_loss(
     sparse: bool = False,
     layer_dropout: jax.Array | None = None,
     probes: jax.Array | None = None,
-) -> tuple[jax.Array, ExitSums]:
+) -> tuple[jax.Array, ExitSums[jax.Array]]:
     """(sum over exits of w_e C_e, the sums S_e and the token count): EE-LLM, Eq. 1.
 
     tokens, labels [b, t] int32 (`IGNORE` does not count); weights [e], the final exit's last;
@@ -115,13 +117,11 @@ def multi_exit_loss(
         teacher = Teacher(last, gathered(exits.head(params, config, config.n_exits)))
     drawn = None
     if objective.exit_tokens < 1:
-        require(
-            dropout_keys is not None,
-            "objective.exit_tokens",
-            objective.exit_tokens,
-            "needs dropout_keys to draw tokens by",
-            "Give them, or set it to 1.",
-        )
+        if dropout_keys is None:
+            raise ConfigError(
+                f"objective.exit_tokens = {objective.exit_tokens!r}: needs dropout_keys to draw "
+                "tokens by. Give them, or set it to 1."
+            )
         drawn = draw_tokens(dropout_keys, labels.shape[1], objective.exit_tokens)
     count = jnp.sum(labels != IGNORE, dtype=jnp.int32)
     total, sums = exits_loss(
@@ -180,7 +180,8 @@ def exits_loss(
             "Set it to 0.",
         )
         teacher = Teacher(hs[-1], gathered(heads[-1]))
-    total, sums = jnp.zeros((), jnp.float32), [None] * len(heads)
+    total = jnp.zeros((), jnp.float32)
+    sums: dict[int, jax.Array] = {}  # by place in `which`
     for same_table in exits_by_table(heads):
         table = gathered(heads[same_table[0]].table)  # once, so that its gradient is one too
         apart = [same_table]
@@ -204,7 +205,7 @@ def exits_loss(
             total = total + part
             for i, e in enumerate(group):
                 sums[e] = group_sums[i] * scale
-    return total, jnp.stack(sums)
+    return total, jnp.stack([sums[e] for e in range(len(heads))])
 
 
 def _at(a: jax.Array, positions: jax.Array) -> jax.Array:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eejax.common.errors import require, require_one_of
+from eejax.common.errors import require, require_given, require_one_of
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
@@ -59,7 +59,7 @@ def schedule(
     if kind == "constant":
         require(initial is None, "initial", initial, "has no meaning in a constant schedule")
         return constant(final)
-    require(initial is not None, "initial", initial, f"a {kind} schedule needs initial weights")
+    initial = require_given("initial", initial, f"a {kind} schedule needs initial weights")
     return {"linear": linear, "cosine": cosine}[kind](initial, final, steps, begin=begin)
 
 
@@ -83,7 +83,7 @@ def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None
 
         def reached(step):
             on = jnp.asarray(step).astype(jnp.float32) // every
-            return (n - 1 - numbers < on.astype(jnp.int32)).astype(jnp.float32)
+            return (on.astype(jnp.int32) > n - 1 - numbers).astype(jnp.float32)
 
         return reached
     period = n if rotation is None else rotation

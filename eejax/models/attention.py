@@ -34,7 +34,9 @@ def sanitize_kv(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 def write(cache, k: jax.Array, v: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
     """A cache's buffers of keys and values with rows k, v [b, t, k, h], as `write_rows`."""
-    return tuple(write_rows(c, a, start) for c, a in zip(cache, sanitize_kv(k, v), strict=True))
+    keys, values = cache
+    k, v = sanitize_kv(k, v)
+    return write_rows(keys, k, start), write_rows(values, v, start)
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
@@ -119,6 +121,7 @@ def _attend(
     if config.attention_softcap:
         scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
     if slopes is not None:
+        assert distance is not None  # `layers.make_context` has it for ALiBi
         bias = slopes[None, :, :, None, None] * distance[:, None, None].astype(jnp.float32)
         scores = scores - bias
     scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
@@ -147,11 +150,10 @@ def causal_attention(q, k, v, mask, distance, slopes, config: ModelConfig) -> ja
 
     def block(start, stop, q, k, v, mask, distance):
         def part(a):
-            return None if a is None else a[:, start:stop, :stop]
+            return a[:, start:stop, :stop]
 
-        return _attend(
-            q[:, start:stop], k[:, :stop], v[:, :stop], part(mask), part(distance), slopes, config
-        )
+        near = None if distance is None else part(distance)
+        return _attend(q[:, start:stop], k[:, :stop], v[:, :stop], part(mask), near, slopes, config)
 
     blocks = [
         jax.checkpoint(partial(block, *cut), prevent_cse=False)(q, k, v, mask, distance)
@@ -312,10 +314,13 @@ def kernel_attention(
         softcap=config.attention_softcap,
         scale=config.attention_scale or q.shape[-1] ** -0.5,
     )
+    keys, values = cache
     y, keys, values = decode_attention(
         flat(q),
-        *(flat(a).astype(c.dtype) for a, c in zip((k, v), cache, strict=True)),
-        *cache,
+        flat(k).astype(keys.dtype),
+        flat(v).astype(values.dtype),
+        keys,
+        values,
         packed.slot,
         packed.position,
         first,
@@ -341,20 +346,23 @@ def packed_attention(
     return lax.platform_dependent(*args, cpu=by_span, default=at_once)
 
 
-def _at_once(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: PackedRows):
+def _at_once(
+    q, k, v, mask, distance, keys, values, *, slopes, config: ModelConfig, packed: PackedRows
+):
     """Attend with `packed.most` rows of every slot, whether they are there or not."""
     n_kv, most, t = k.shape[2], packed.most, q.shape[0]
-    slots = cache[0].shape[0] // n_kv
+    assert most is not None  # otherwise spans are taken one by one
+    slots = keys.shape[0] // n_kv
     # Rows of a slot lie together: its first is the first of its first span.
     begin = jnp.full((slots,), t, jnp.int32).at[packed.slot].min(jnp.arange(t), mode="drop")
     start = packed.position[jnp.minimum(begin, t - 1)]
-    start = jnp.where(begin < t, start, cache[0].shape[1] - most)  # of nobody: behind everything
+    start = jnp.where(begin < t, start, keys.shape[1] - most)  # of nobody: behind everything
     row = jnp.minimum(begin[:, None] + jnp.arange(most)[None], t - 1)  # [slots, most]
-    own = [None if a is None else a[row, 0] for a in (q, k, v, mask, distance)]
-    k, v = (write_rows(c, a, start) for c, a in zip(cache, own[1:3], strict=True))
-    flat = (c.astype(q.dtype) for c in (k, v))
+    near = None if distance is None else distance[row, 0]
+    k, v = write_rows(keys, k[row, 0], start), write_rows(values, v[row, 0], start)
+    flat_k, flat_v = k.astype(q.dtype), v.astype(q.dtype)
     reach = jnp.max(packed.position) + 1
-    y = cached_attention(own[0], *flat, *own[3:], slopes, config, reach)
+    y = cached_attention(q[row, 0], flat_k, flat_v, mask[row, 0], near, slopes, config, reach)
     behind = packed.position - start[jnp.minimum(packed.slot, slots - 1)]
     y = y[jnp.minimum(packed.slot, slots - 1), jnp.clip(behind, 0, most - 1)]
     return y[:, None], (k, v)
@@ -368,15 +376,16 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
     def rows(a):  # [t + width - 1, ...]: a span may begin with any row
         return jnp.pad(a[:, 0], [(0, width - 1)] + [(0, 0)] * (a.ndim - 2))
 
-    own = [None if a is None else rows(a) for a in (q, k, v, mask, distance)]
+    own = [rows(a) for a in (q, k, v, mask)]
+    far = None if distance is None else rows(distance)
 
     def span(i, carry):
         out, *buffers = carry
         first = packed.first[i]
         slot, start = packed.slot[first] * n_kv, packed.position[first]
-        q, k, v, mask, distance = (
-            None if a is None else lax.dynamic_slice_in_dim(a, first, width) for a in own
-        )
+        cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=width)
+        q, k, v, mask = (cut(a) for a in own)
+        distance = None if far is None else cut(far)
         buffers = [  # other slots' rows come along
             lax.dynamic_update_slice(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
             for c, a in zip(buffers, (k, v), strict=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.models.config_checks import (
@@ -182,9 +182,14 @@ class ModelConfig:
     d_model: int
     n_heads: int
     context_length: int
-    n_kv_heads: int | None = None
-    head_dim: int | None = None
-    d_ff: int | None = None
+    if TYPE_CHECKING:  # whoever reads them finds numbers
+        n_kv_heads: int = 0
+        head_dim: int = 0
+        d_ff: int = 0
+    else:  # None until `__post_init__` derives them
+        n_kv_heads: int | None = None
+        head_dim: int | None = None
+        d_ff: int | None = None
     vocab_multiple: int = 1
 
     norm: str = "rmsnorm"

@@ -148,7 +148,9 @@ def make_context(
         mask = mask & seen[:, None]
     kernel_rows = None
     if seen is None and (start is not None or packed is not None) and attention.use_kernel(config):
-        kernel_rows = attention.spans(start, positions.shape[1]) if packed is None else packed
+        kernel_rows = packed
+        if start is not None and packed is None:
+            kernel_rows = attention.spans(start, positions.shape[1])
     reach = None if key_positions is None else jnp.max(positions) + 1
     rope = local_rope = None
     if config.position == "rotary":
@@ -225,6 +227,7 @@ def self_attention(
     q, k, v = heads(p, x, config, context, rope, axes)
     mask = context.mask
     if window is not None:
+        assert context.distance is not None  # `make_context` has it where a layer has a window
         mask = mask & (context.distance < window)
     n, n_kv = q.shape[2], k.shape[2]
     q = q.reshape(b, t, n_kv, n // n_kv, config.head_dim)
@@ -236,23 +239,26 @@ def self_attention(
         slopes = slopes.reshape(n_kv, n // n_kv)
     distance = context.distance if slopes is not None else None
     # The library knows causality and windows of a fixed size by itself.
-    known = context.documents is None and (window is None or isinstance(window, int))
+    fixed = window if isinstance(window, int) else None
+    known = context.documents is None and window is fixed
     if cache is None and attention.use_library(q, slopes, not known, config):
         out = attention.library_attention(
-            q, k, v, None if known else mask, window if known else None, config
+            q, k, v, None if known else mask, fixed if known else None, config
         )
     elif cache is None:
-        flat = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
-        out = attention.causal_attention(q, *flat, mask, distance, slopes, config)
+        flat_k, flat_v = (jnp.swapaxes(a, 1, 2).reshape(b * n_kv, t, -1) for a in (k, v))
+        out = attention.causal_attention(q, flat_k, flat_v, mask, distance, slopes, config)
     elif context.kernel_rows is not None:
+        assert window is fixed  # a kernel is compiled for its window
         out, (k, v) = attention.kernel_attention(
-            q, k, v, cache, slopes, window, config, context.kernel_rows
+            q, k, v, cache, slopes, fixed, config, context.kernel_rows
         )
     elif context.packed is not None:
         out, (k, v) = attention.packed_attention(
             q, k, v, cache, mask, distance, slopes, config, context.packed
         )
     else:
+        assert context.start is not None and context.reach is not None
         k, v = attention.write(cache, k, v, context.start)
         flat = k.astype(dtype), v.astype(dtype)
         out = attention.cached_attention(q, *flat, mask, distance, slopes, config, context.reach)
@@ -379,7 +385,7 @@ def padded(mlp: Tree) -> Tree:
     if not more or "gate_up" in mlp or not call.for_gpu():
         return mlp
 
-    def widen(name: str, a: jax.Array) -> jax.Array:
+    def widen(name: str, a: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
         own = np if isinstance(a, np.ndarray) else jnp
         columns = (*[(0, 0)] * (a.ndim - 1), (0, more))
         rows = (*[(0, 0)] * (a.ndim - 2), (0, more), (0, 0))
@@ -420,12 +426,13 @@ def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, ja
     """Projections [b, t, n, h], [b, t, k, h] twice, from separate or fused weights."""
     (b, t, _), x = x.shape, _rows(x)
     if "qkv" not in p:
-        return tuple(_linear(p, name, x).reshape(b, t, -1, head_dim) for name in "qkv")
+        q, k, v = (_linear(p, name, x).reshape(b, t, -1, head_dim) for name in "qkv")
+        return q, k, v
     y = _linear(p, "qkv", x)
     n = p["o"].shape[0] * head_dim
-    k = (y.shape[-1] - n) // 2
-    q, k, v = jnp.split(y, (n, n + k), -1)
-    return tuple(a.reshape(b, t, -1, head_dim) for a in (q, k, v))
+    width = (y.shape[-1] - n) // 2
+    q, k, v = (a.reshape(b, t, -1, head_dim) for a in jnp.split(y, (n, n + width), -1))
+    return q, k, v
 
 
 def _linear(p: Tree, name: str, rows: jax.Array) -> jax.Array:

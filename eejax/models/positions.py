@@ -24,6 +24,7 @@ def rotary_frequencies(rotary: RotaryConfig, dims: int) -> tuple[jax.Array, floa
     if rotary.scaling == "linear":
         return inv / factor, 1.0
     if rotary.scaling == "llama3":
+        assert rotary.original_context is not None  # `RotaryConfig` asks for it
         turns = rotary.original_context * inv / (2 * math.pi)
         smooth = (turns - rotary.low_frequency) / (rotary.high_frequency - rotary.low_frequency)
         smooth = jnp.clip(smooth, 0.0, 1.0)

@@ -50,7 +50,8 @@ def own_kv_head(p: Tree, config: ModelConfig, axes: Axes) -> Tree:
     def cut(a, dim):
         return lax.dynamic_slice_in_dim(a, head, 1, dim)
 
-    own = {name: cut(p[name].reshape(p[name].shape[0], -1, h), 1) for name in "kv"}  # [d, k, h]
+    own: dict[str, Tree] = {}
+    own |= {name: cut(p[name].reshape(p[name].shape[0], -1, h), 1) for name in "kv"}  # [d, k, h]
     own |= {name: cut(p[name].reshape(-1, h), 0) for name in ("k_bias", "v_bias") if name in p}
     if config.qk_norm == "full":
         own["k_norm"] = {"scale": cut(p["k_norm"]["scale"], 0)}

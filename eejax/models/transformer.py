@@ -84,29 +84,33 @@ def run_layers(
     `layer_dropout` as in `exit_states`.
     """
     # Where layers differ, what they differ in is among the scanned inputs.
-    windows, ropes = config.sliding_window, None
+    windows = config.sliding_window
+    per_layer = everywhere = ropes = None
 
     def each(values):
         return jnp.array(values, jnp.int32)[index]
 
-    per_layer = None
     if isinstance(windows, tuple):
         per_layer = each([NO_WINDOW if w is None else w for w in windows])
+    else:
+        everywhere = windows
     if per_layer is not None or config.no_rope_layers:
         ropes = each([config.rope(i) for i in range(config.n_layers)])
 
     def run(x, s):
         p, i = load(s["layer"]), s["index"]
-        window = windows if per_layer is None else s["window"]
+        window = everywhere if per_layer is None else s["window"]
         rope = config.rope(0) if ropes is None else s["rope"]
         return layers.layer(p, x, config, context, index=i, window=window, rope=rope, axes=axes)[0]
 
-    def maybe_left_out(x, s):
-        keep = layers.keep_samples(context.dropout_keys, s["index"], layer_dropout[s["index"]])
-        return jnp.where(keep[:, None, None], run(x, s), x)
+    layer, keys = run, context.dropout_keys
+    if layer_dropout is not None and keys is not None:
 
-    dropping = layer_dropout is not None and context.dropout_keys is not None
-    layer = maybe_left_out if dropping else run
+        def maybe_left_out(x, s):
+            keep = layers.keep_samples(keys, s["index"], layer_dropout[s["index"]])
+            return jnp.where(keep[:, None, None], run(x, s), x)
+
+        layer = maybe_left_out
 
     def unless_filling(x, s):
         # A branch's residuals are its own: without a checkpoint around it, its weights too.

@@ -20,13 +20,15 @@ from eejax.pipeline.residuals import get, send, when
 from eejax.pipeline.stage import Arrays, Pipeline, PipelineStage, Totals, sum_over, vary_over
 
 
-def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays], ExitSums]:
+def evaluation(
+    pipeline: Pipeline, microbatches: int
+) -> Callable[[Tree, Arrays], ExitSums[jax.Array]]:
     """`(params, batch) -> ExitSums` of all that the layout holds, trained and frozen."""
 
     specs = join(*reversed(pipeline.specs))
     plain = dataclasses.replace(pipeline, objective=CROSS_ENTROPY, sparse=False, sample_keys=None)
 
-    def local(whole: Tree, batch: Arrays) -> ExitSums:
+    def local(whole: Tree, batch: Arrays) -> ExitSums[jax.Array]:
         first, whole = jnp.zeros((), jnp.int32), vary_over(whole, specs)
         stage = PipelineStage(plain, {}, whole, batch, first, None, microbatches)
         weights = stage.vary(jnp.ones(len(stage.partition.which), jnp.float32))
@@ -38,7 +40,7 @@ def evaluation(pipeline: Pipeline, microbatches: int) -> Callable[[Tree, Arrays]
     )
 
 
-def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., BatchSums]:
+def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., BatchSums[jax.Array]]:
     """Return gradients as `runner.gradients` where only exits are trained: nothing goes backward.
 
     `squares` are those of the gradient in each exit's own parameters.

@@ -49,10 +49,10 @@ def gradients(
     context = layers.make_context(config, positions)
 
     def stage(i: int, params: Tree, x: jax.Array | None):
-        """(losses of the stage's exits, what leaves it)."""
+        """(losses of the stage's exits, what leaves it); nothing enters the first one."""
         cast = for_compute(params, config.dtype) | {"embed": params["embed"]}
         start, n, loss = partition.starts[i], partition.layers[i], jnp.zeros((), jnp.float32)
-        if i == 0:
+        if x is None:
             x = transformer.embed(params, config, tokens, positions)
         for done in range(n + 1):
             for place in partition.on(i):
@@ -67,13 +67,14 @@ def gradients(
                 x = transformer.run_layers(part, x, config, context, index)[0]
         return loss, x
 
-    entered: list[jax.Array | None] = [None]
+    entered, x = [], None
     total = jnp.zeros((), jnp.float32)
     for i in range(partition.stages):
-        loss, x = stage(i, params, entered[i])
-        total = total + loss
         entered.append(x)
-    g = jnp.zeros_like(entered[-1])
+        loss, x = stage(i, params, x)
+        total = total + loss
+    assert x is not None  # there is a stage
+    g = jnp.zeros_like(x)
     grads = jax.tree.map(jnp.zeros_like, params)
     for i in reversed(range(partition.stages)):
 

@@ -41,10 +41,10 @@ class Partition:
     config: ModelConfig
     layers: tuple[int, ...]
     placement: str = "later"
-    which: tuple[int, ...] | None = None
+    which: tuple[int, ...] = ()
 
     def __post_init__(self):
-        if self.which is None:
+        if not self.which:
             object.__setattr__(self, "which", tuple(range(self.config.n_exits + 1)))
         require_one_of("pipeline.placement", self.placement, PLACEMENTS)
         for n in self.layers:

@@ -47,14 +47,14 @@ def ring(n: int, like: Tree) -> Tree:
     return jax.tree.map(lambda a: jnp.zeros_like(jnp.broadcast_to(a, (n, *a.shape))), like)
 
 
-def put(ring: Tree, value: Tree, slot: jax.Array) -> Tree:
+def put(ring: Tree, value: Tree, slot: jax.Array | int) -> Tree:
     def write(r, a):
         return lax.dynamic_update_index_in_dim(r, a.astype(r.dtype), slot, 0)
 
     return jax.tree.map(write, ring, value)
 
 
-def get(ring: Tree, slot: jax.Array) -> Tree:
+def get(ring: Tree, slot: jax.Array | int) -> Tree:
     return jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, slot, 0, keepdims=False), ring)
 
 

@@ -42,7 +42,7 @@ from eejax.pipeline.stage import Pipeline, PipelineStage, Totals, add_row, sum_o
 
 def gradients(
     pipeline: Pipeline, schedule: Schedule, factors: Factors | None = None
-) -> Callable[..., BatchSums]:
+) -> Callable[..., BatchSums[jax.Array]]:
     """`(params, frozen, weights [e], layer_dropout [l] or None, batch, step) -> BatchSums`.
 
     params and frozen as the pipeline's layout has them, the batch's arrays [b, t], of which every
@@ -57,7 +57,9 @@ def gradients(
     )
 
 
-def loss(pipeline: Pipeline, schedule: Schedule) -> Callable[..., tuple[jax.Array, ExitSums]]:
+def loss(
+    pipeline: Pipeline, schedule: Schedule
+) -> Callable[..., tuple[jax.Array, ExitSums[jax.Array]]]:
     """The summed loss and the exits' sums, of the arguments of `gradients`.
 
     To be differentiated once, in `params`, like any loss: its forward pass runs the backward passes
@@ -115,7 +117,9 @@ class _StageCarry(NamedTuple):
     totals: Totals
 
 
-def _local(pipeline, schedule, factors, trained, frozen, weights, rates, batch, step) -> BatchSums:
+def _local(
+    pipeline, schedule, factors, trained, frozen, weights, rates, batch, step
+) -> BatchSums[jax.Array]:
     """One device's part of `gradients`."""
     trained, frozen = vary_over((trained, frozen), pipeline.specs)
     n = schedule.microbatches
@@ -229,7 +233,7 @@ class _Operations:
             for m in row["exits"]:
                 states, totals = self.exits(m, x, taught, states, totals)
         g = jnp.where(stage.index < self.top[bm], g, jnp.zeros((), g.dtype))
-        if self.distils:
+        if taught is not None:
             taught = jnp.where(stage.last, get(states, self.slots["taught"][bm]), taught)
         back = functools.partial(self.backward, bm, states, residuals, taught)
         g, totals = when(b >= 0, back, g, totals)
@@ -306,6 +310,8 @@ class _Operations:
     def backward(self, m, states, residuals, taught, g, totals):
         """B: the gradient on what entered the stage, from that on what left it."""
         stage, p = self.stage, self.stage.partition
+        assert self.refs is not None and self.restore is not None  # after `start`
+        refs = self.refs
         slot = 0 if self.recompute else self.slots["residuals"][m]
         mine, inner = get(residuals, slot)
         g = jnp.where(stage.last, get(states, self.slots["outputs"][m]), g)
@@ -324,7 +330,9 @@ class _Operations:
             )
         x, context = get(states, self.slots["inputs"][m]), stage.context(m)
         pullback = self.restore(mine, stage.masters, x, (context, stage.stack))
-        _, gx = pullback.with_refs(self.refs["layers"], jax.ad.GradValue())((g, gs))
+        # Type checkers see only the import that `jax` deletes again, and not its namespace `ad`.
+        whole = jax.ad.GradValue()  # pyright: ignore[reportPrivateImportUsage]
+        _, gx = pullback.with_refs(refs["layers"], whole)((g, gs))
         if p.input_exit_stages:
             has = stage.own([i in p.input_exit_stages for i in range(p.stages)])
             own = get(states, self.slots["cotangents"][m])
@@ -335,15 +343,15 @@ class _Operations:
                 gx
             )
             group, row = stage.layout.find(TOKENS, 0)
-            add_row(row, self.refs[group], ge.pop(TOKENS))
+            add_row(row, refs[group], ge.pop(TOKENS))
             if ge:
-                jax.tree.map(functools.partial(add_row, ...), self.refs["embed"], ge)
+                jax.tree.map(functools.partial(add_row, ...), refs["embed"], ge)
             return (gx,)
 
         return *when(stage.first, scatter, gx), totals
 
 
-def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> BatchSums:
+def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> BatchSums[jax.Array]:
     """The sums over all devices; tokens are counted of the first `counted` microbatches."""
     if "layers" in grads:  # their heads were flattened
 

@@ -246,7 +246,7 @@ class Arrivals(NamedTuple):
 def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False) -> Rings:
     """`Rings` of a schedule for a model with exits on what enters the stages `input_exits`."""
     shape = (schedule.microbatches, schedule.stages)
-    tables = [np.zeros(shape, np.int32) for _ in range(5)]
+    tables = (np.zeros(shape, np.int32) for _ in range(5))
     inputs, cotangents, outputs, taught, residuals = tables
     n_states = n_residuals = 1
     last = schedule.stages - 1
@@ -269,7 +269,11 @@ def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False)
         n_states = max(n_states, _give_out(states, i))
         n_residuals = max(n_residuals, _give_out(kept, i))
     return Rings(
-        *tables,
+        inputs,
+        cotangents,
+        outputs,
+        taught,
+        residuals,
         n_states,
         n_residuals,
         arrived=_arrivals(schedule, FORWARD),

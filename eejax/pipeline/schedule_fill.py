@@ -199,7 +199,7 @@ class _Table:
     def _time(self, costs: np.ndarray, crossings: np.ndarray) -> float:
         """Return the simulated time. An extra step without operations does not exist."""
         rows = costs.reshape(-1, costs.shape[-1])
-        there = rows.any(axis=1)
+        there = np.asarray(rows.any(axis=1))
         there[1::2] = True
         links = crossings.copy()
         links[: self.first_narrow] = True
@@ -220,8 +220,9 @@ class _Table:
         for i, at in zip(range(route.top, route.bottom - 1, -1), backward, strict=True):
             if i in self.exit_stages:
                 # The final exit reads what its step's forward pass leaves, or the repeated one.
-                read = forward[i] if i == last and not self.base.recompute else (at, 1)
-                ops.append((*read, i, EXITS))
+                first = i == last and not self.base.recompute
+                read_at, which = forward[i] if first else (at, 1)
+                ops.append((read_at, which, i, EXITS))
             ops.append((at, 1, i, BACKWARD))
         return ops
 

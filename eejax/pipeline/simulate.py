@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Operation, Schedul
 CLOCKS = ("neighbours", "barrier", "dataflow")
 
 
-class PassTime(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PassTime:
     """Time of a forward and of a backward pass, in any unit."""
 
     forward: float = 0.0
@@ -32,6 +33,9 @@ class PassTime(NamedTuple):
     @property
     def total(self) -> float:
         return self.forward + self.backward
+
+    def __iter__(self) -> Iterator[float]:
+        return iter((self.forward, self.backward))
 
     def __mul__(self, n: float) -> PassTime:
         return PassTime(n * self.forward, n * self.backward)
@@ -285,18 +289,32 @@ def _dataflow(schedule: Schedule, costs: StageCosts) -> Timeline:
     return run_queues(queues, before)
 
 
+class QueuedOperation(Hashable, Protocol):
+    """An operation in a queue of `run_queues`."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def microbatch(self) -> int: ...
+
+
+Queued = TypeVar("Queued", bound=QueuedOperation)
+
+
 def run_queues(
-    queues: Sequence[Sequence[tuple[Operation, float]]],
-    before: Callable[[Operation, int], tuple[int, Hashable] | None],
+    queues: Sequence[Sequence[tuple[Queued, float]]],
+    before: Callable[[Queued, int], tuple[int, Queued] | None],
 ) -> Timeline:
     """Stages that work through a list of (operation, time) each, in order, without a clock.
 
     before: (operation, stage) -> the (stage, operation) elsewhere whose result it reads, or None.
     Raises `ValueError` where all stages wait for each other.
     """
-    found: dict[tuple[int, Hashable], TimedOperation] = {}
-    cause: dict[tuple[int, Hashable], tuple[int, Hashable] | None] = {}
-    place, previous = [0] * len(queues), [None] * len(queues)
+    found: dict[tuple[int, Queued], TimedOperation] = {}
+    cause: dict[tuple[int, Queued], tuple[int, Queued] | None] = {}
+    place = [0] * len(queues)
+    previous: list[tuple[int, Queued] | None] = [None] * len(queues)
     moved = True
     while moved:
         moved = False

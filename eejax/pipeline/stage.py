@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, PIPE
@@ -44,7 +45,7 @@ class Pipeline:
     """
 
     layout: StageLayout
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     cuts: Layout = DEFAULT
     remat: str = "dots"
     objective: LossObjective = CROSS_ENTROPY
@@ -269,7 +270,7 @@ class PipelineStage:
             return exits.state(tree, c, e, h, context, axes=self.axes)
 
         state = transformer.rematerialised(read, self.pipeline.remat)(h)
-        if taught is not None and e != c.n_exits:
+        if taught is not None and self.final is not None and e != c.n_exits:
             final = self.exit_tree(c.n_exits, *self.final)
             h = exits.state(final, c, c.n_exits, taught, context, axes=self.axes)
             teacher = Teacher(h, exits.head(final, c, c.n_exits))
@@ -463,7 +464,7 @@ def _stand_in(master: jax.Array, value: jax.Array) -> jax.Array:
 _stand_in.defvjp(lambda master, value: (value, None), lambda _, g: (g.astype(jnp.float32), None))
 
 
-def add_row(row: int, ref, update: jax.Array) -> None:
+def add_row(row: int | types.EllipsisType, ref, update: jax.Array) -> None:
     ref[row] = ref[row] + update.astype(ref.dtype)
 
 

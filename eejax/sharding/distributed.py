@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 from orbax.checkpoint import multihost
 
 from eejax.common.axes import DATA
-from eejax.common.errors import ConfigError, require
+from eejax.common.errors import ConfigError, require, require_given
 
 T = TypeVar("T")
 
@@ -74,7 +74,7 @@ class Processes:
             )
         for name in ("connect_seconds", "heartbeat_seconds"):
             require(getattr(self, name) > 0, name, getattr(self, name), "must be > 0 seconds")
-        if missing:
+        if self.coordinator is None or self.processes is None or self.process is None:
             return
         host, _, port = self.coordinator.rpartition(":")
         ok = bool(host) and port.isdecimal() and 0 < int(port) < 2**16
@@ -86,7 +86,8 @@ class Processes:
 
     @property
     def address(self) -> tuple[str, int]:
-        host, _, port = self.coordinator.rpartition(":")
+        where = require_given("coordinator", self.coordinator, "must be HOST:PORT of process 0")
+        host, _, port = where.rpartition(":")
         return host.strip("[]"), int(port)
 
 
@@ -168,19 +169,20 @@ def broadcast_from_process_zero(do: Callable[[], T]) -> T:
     """`do()`, called in process 0 alone while the others wait; its error is raised in all."""
     if not is_multiprocess():
         return do()
-    value = error = None
+    made: list[T] = []  # empty where `do` failed
+    error = None
     if is_first():
         try:
-            value = do()
+            made.append(do())
         except Exception as caught:
             error = caught
     wait()
-    value, said = agree((value, _sendable(error)))
+    made, said = agree((made, _sendable(error)))
     if error is not None:
         raise error
     if said is not None:
         raise said
-    return value
+    return made[0]
 
 
 def anyone(flag: bool) -> bool:
@@ -215,7 +217,8 @@ def shard(mesh: Mesh) -> tuple[int, int]:
     """
     size = mesh.shape[DATA]
     places = NamedSharding(mesh, P(DATA)).addressable_devices_indices_map((size,))
-    return part_of({rows.indices(size)[0] for (rows,) in places.values()}, size)
+    rows = [where[0] for where in places.values() if where is not None]
+    return part_of({own.indices(size)[0] for own in rows}, size)
 
 
 def part_of(chosen: Collection[int], size: int) -> tuple[int, int]:
@@ -353,5 +356,5 @@ def _say_at_abort(line: str) -> None:
 
 @ctypes.CFUNCTYPE(None, ctypes.c_int)
 def _at_abort(_: int) -> None:
-    os.write(2, _last_words)
+    os.write(2, _last_words or b"")
     os._exit(1)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from eejax.common.axes import DATA, MESH_AXES, MODEL, Axes
 from eejax.common.errors import ConfigError, require
@@ -89,7 +89,11 @@ class MeshConfig(Layout):
         return math.prod(self.shape)
 
 
-def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(
+    config: MeshConfig,
+    # To type checkers `jax.Device` is a variable.
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
+) -> Mesh:
     """A mesh with axes (data, pipe, model) over the first `config.size` devices.
 
     Devices beyond those stay unused. Raises `ConfigError` where there are too few.
@@ -121,7 +125,7 @@ def known_mesh(mesh: MeshConfig | Mesh) -> Mesh:
     return mesh
 
 
-def mesh_axes(mesh: Mesh, layout: Layout = DEFAULT) -> Axes:
+def mesh_axes(mesh: Mesh | AbstractMesh, layout: Layout = DEFAULT) -> Axes:
     """The axis names for code inside a `shard_map` over `mesh`; None for axes of size 1.
 
     An axis of one device needs no communication, so the same program runs without it.
@@ -130,7 +134,9 @@ def mesh_axes(mesh: Mesh, layout: Layout = DEFAULT) -> Axes:
     return Axes(**names, sequence=names[MODEL] if layout.sequence else None)
 
 
-def check_batch(batch_size: int, mesh: Mesh, microbatches: int = 1, field: str = "batch_size"):
+def check_batch(
+    batch_size: int, mesh: Mesh | AbstractMesh, microbatches: int = 1, field: str = "batch_size"
+):
     """Raise `ConfigError` unless every data shard gets equally many whole microbatches.
 
     `batch_size` is the global number of sequences of a step.

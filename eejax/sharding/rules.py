@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from eejax.common.axes import MESH_AXES, MODEL, PIPE
 from eejax.common.errors import ConfigError
@@ -64,11 +64,14 @@ def spec(
     placed: dict[str, str] = {}
     entries: list[str | None] = []
     for size, logical in zip(shape, axes, strict=True):
-        if logical is not None and logical not in rules:
+        if logical is None:
+            entries.append(None)
+            continue
+        if logical not in rules:
             raise ConfigError(
                 f"{name}: logical axis {logical!r} has no rule. Known: {', '.join(rules)}."
             )
-        axis = None if logical is None else rules[logical]
+        axis = rules[logical]
         if axis is None:
             entries.append(None)
             continue
@@ -101,7 +104,11 @@ def spec(
 
 
 def spread(
-    spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh, axis: str, start: int = 0
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    mesh: Mesh | AbstractMesh,
+    axis: str,
+    start: int = 0,
 ) -> PartitionSpec:
     """`spec` with the first dimension, from `start` on, that no axis cuts and that divides by
     `axis` cut by it too; where there is none, `spec` itself."""
@@ -116,7 +123,7 @@ def spread(
 
 def specs(
     declaration: Tree,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     over: str | tuple[str, ...] | None = None,
     *,
     rules: Mapping[str, str | None] = RULES,
@@ -138,14 +145,16 @@ def specs(
     return jax.tree_util.tree_map_with_path(one, declaration, is_leaf=_declared)
 
 
-def shardings(specs: Tree, mesh: Mesh) -> Tree:
+def shardings(specs: Tree, mesh: Mesh | AbstractMesh) -> Tree:
     """A tree of `NamedSharding`s for a tree of `PartitionSpec`s."""
     return jax.tree.map(
         lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
 
 
-def structs(declaration: Tree, mesh: Mesh, over: str | tuple[str, ...] | None = None) -> Tree:
+def structs(
+    declaration: Tree, mesh: Mesh | AbstractMesh, over: str | tuple[str, ...] | None = None
+) -> Tree:
     """float32 shape structs, with their shardings on `mesh`, of a tree of declared parameters.
 
     `over` as in `specs`.
@@ -158,7 +167,7 @@ def structs(declaration: Tree, mesh: Mesh, over: str | tuple[str, ...] | None = 
     )
 
 
-def replicated(mesh: Mesh) -> NamedSharding:
+def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The sharding of a value that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 

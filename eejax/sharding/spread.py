@@ -19,8 +19,7 @@ from jax.sharding import PartitionSpec
 from eejax.common.trees import Tree
 
 
-@flax.struct.dataclass
-class Spread:
+class Spread(flax.struct.PyTreeNode):
     """This device's `part` of a float32 parameter, which is cut over the mesh axis `axis`.
 
     dim: the dimension that is cut, counted from the end, so that it is the same for a stack of

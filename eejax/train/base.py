@@ -114,7 +114,7 @@ def with_base(
         workdir = expanded(workdir)
         check_workdir(workdir, source)
     facts = _resumed(workdir, source)
-    if facts is None:
+    if workdir is None or facts is None:
         facts, tokenizer = _facts(source, train.get("base_step"), spec, chosen)
         if workdir is not None:
             distributed.broadcast_from_process_zero(lambda: _keep(tokenizer, workdir / TOKENIZER))
@@ -223,8 +223,9 @@ def _model(wanted: Mapping[str, Any], facts: FixedFields, given: Collection[str]
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.asdict(value)
-    if hasattr(value, "to_dict"):
-        return value.to_dict()
+    to_dict = getattr(value, "to_dict", None)
+    if to_dict is not None:
+        return to_dict()
     if isinstance(value, Mapping):
         return dict(value)
     # As `ModelConfig.to_dict` has them.
@@ -300,7 +301,7 @@ def _check_resumed_tokenizer(chosen: str | None, facts: FixedFields, workdir: pa
     try:
         other = _chosen_tokenizer(chosen, facts)
     except DataError as error:
-        if chosen == inputs.BPE or expanded(chosen).exists():
+        if chosen is None or chosen == inputs.BPE or expanded(chosen).exists():
             raise
         logging.warning("%s The run's own copy of it is used: %s", error, workdir / TOKENIZER)
         return

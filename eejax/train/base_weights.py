@@ -27,7 +27,7 @@ from eejax.checkpoint.model import (
     model_config,
 )
 from eejax.common.axes import MODEL
-from eejax.common.errors import CheckpointError
+from eejax.common.errors import CheckpointError, require_given
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join, path_name, split
 from eejax.data.tokenizer_files import load_tokenizer
@@ -73,7 +73,10 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
     """
     scope = Scope.of(experiment)
     model, base = scope.config, _load(experiment, mesh, scope)
-    tokenizer = base.tokenizer or _tokenizer(base.pretrained, experiment, workdir)
+    tokenizer = base.tokenizer
+    if tokenizer is None:
+        assert base.pretrained is not None  # a run has a tokenizer
+        tokenizer = _tokenizer(base.pretrained, experiment, workdir)
     if not (workdir / TOKENIZER).is_dir():
         inputs.save_tokenizer(tokenizer, workdir / TOKENIZER)
     # Another run's would give the model other tokens.
@@ -104,7 +107,7 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
         )
 
     facts = FixedFields(
-        experiment.train.base,
+        _source(experiment),
         base.step,
         base.config,
         tokenizer.fingerprint,
@@ -131,7 +134,7 @@ def complete(experiment: Experiment, exits: Tree, mesh: Mesh) -> Tree:
     """Return all parameters of `experiment.model`: the base's, with the tuned `exits`."""
     base, model = _load(experiment, mesh, None), experiment.model
     names = params.abstract(model)["exits"]
-    both = base.params["exits"] | exits
+    both = {**base.params["exits"], **exits}
     tree = overlay.above(model, base.config, base.params)
     return _fitted(tree | {"exits": {name: both.get(name, {}) for name in names}}, model)
 
@@ -166,7 +169,8 @@ class _Read(NamedTuple):
 
 def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
     """Read the base: whole where `scope` is None, else what a run of that scope needs of it."""
-    train, path = experiment.train, expanded(experiment.train.base)
+    source, step = _source(experiment), experiment.train.base_step
+    path = expanded(source)
 
     def part(config: ModelConfig, everything: Tree) -> Tree:
         check_base(config, experiment)
@@ -177,13 +181,17 @@ def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
 
     def load() -> _Read:
         if is_run(path):
-            config = model_config(load_metadata(path, step=train.base_step))
-            run = load_run(path, step=train.base_step, mesh=_mesh_for(config, mesh), part=part)
+            config = model_config(load_metadata(path, step=step))
+            run = load_run(path, step=step, mesh=_mesh_for(config, mesh), part=part)
             return _Read(run.config, run.params, run.step, run.tokenizer)
-        found = load_pretrained(fetched(train.base), mesh=mesh)
+        found = load_pretrained(fetched(source), mesh=mesh)
         return _Read(found.config, part(found.config, found.params), None, None, found)
 
-    return naming_base(train.base, load)
+    return naming_base(source, load)
+
+
+def _source(experiment: Experiment) -> str:
+    return require_given("train.base", experiment.train.base, "must name the base to begin with")
 
 
 def _mesh_for(config: ModelConfig, mesh: Mesh) -> Mesh:
@@ -202,6 +210,7 @@ def _read_by(scope: Scope, config: ModelConfig, copies: bool, everything: Tree, 
 
     These are the ones that the loss reads, and where new exits are copies, their originals.
     """
+    assert scope.tuned is not None
     old = {e.name for e in config.exits}
     new = [e for e in scope.config.exits if e.name in scope.tuned and e.name not in old]
     copied = new if copies else []

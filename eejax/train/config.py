@@ -419,12 +419,12 @@ def typed_sections(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
     Raises `ConfigError` for an unknown section and for a value that is not of its field's type.
     """
-    values = plain(values)
-    for name in values:
+    sections: dict[str, dict[str, Any]] = plain(values)
+    for name in sections:
         require_known(name, "config", SECTIONS, "section")
-    for name, section in values.items():
+    for name, section in sections.items():
         check_types(SECTIONS[name], section, f"config.{name}")
-    return values
+    return sections
 
 
 def default_config() -> ConfigDict:
@@ -452,7 +452,7 @@ def _defaults(cls: type) -> dict[str, Any]:
     result, hints = {}, typing.get_type_hints(cls)
     for field in dataclasses.fields(cls):
         type_ = hints[field.name]
-        if dataclasses.is_dataclass(type_):
+        if isinstance(type_, type) and dataclasses.is_dataclass(type_):
             result[field.name] = _defaults(type_)
         elif field.default is dataclasses.MISSING:
             result[field.name] = config_dict.placeholder(type_)

@@ -32,7 +32,8 @@ def check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
         require(
             unset or _is_a(value, type_), f"{where}.{field.name}", value, f"must be {field.type}"
         )
-        if dataclasses.is_dataclass(type_) and isinstance(value, Mapping):
+        is_section = isinstance(type_, type) and dataclasses.is_dataclass(type_)
+        if is_section and isinstance(value, Mapping):
             check_types(type_, value, f"{where}.{field.name}")
 
 
@@ -47,7 +48,7 @@ def _is_a(value: Any, type_: Any) -> bool:
     if typing.get_origin(type_) is tuple:
         element = typing.get_args(type_)[0]
         return isinstance(value, tuple) and all(_is_a(v, element) for v in value)
-    if dataclasses.is_dataclass(type_):
+    if isinstance(type_, type) and dataclasses.is_dataclass(type_):
         return isinstance(value, (Mapping, type_))
     if type_ in (int, float):
         return isinstance(value, (int, type_)) and not isinstance(value, bool)

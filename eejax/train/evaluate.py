@@ -123,4 +123,4 @@ def evaluate_mixture(
 
 def _add(sums: np.ndarray, count: int, result) -> tuple[np.ndarray, int]:
     result = jax.device_get(result)
-    return sums + result.sums.astype(np.float64), count + int(result.count)
+    return sums + result.sums.astype(np.float64), count + int(result.num_tokens)

@@ -59,7 +59,10 @@ def _mean_seen(length: int, window: int | None) -> float:
     return (w * (w + 1) / 2 + (length - w) * w) / length
 
 
-def peak_flops(devices: Sequence[jax.Device]) -> float | None:
+def peak_flops(
+    # To type checkers `jax.Device` is a variable, here and below.
+    devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
+) -> float | None:
     """FLOPs per second of all `devices` together; None where they are not known.
 
     Accelerators: the dense bf16 rate of their data sheet. CPUs have none worth the name: the
@@ -71,7 +74,11 @@ def peak_flops(devices: Sequence[jax.Device]) -> float | None:
     return next((len(devices) * peak for name, peak in PEAKS.items() if name in kind), None)
 
 
-def _measured_peak(device: jax.Device, n: int = 1024, repeats: int = 5) -> float:
+def _measured_peak(
+    device: jax.Device,  # pyright: ignore[reportInvalidTypeForm]
+    n: int = 1024,
+    repeats: int = 5,
+) -> float:
     a = jax.device_put(jnp.full((n, n), 1e-3, jnp.float32), device)
     multiply = jax.jit(jnp.matmul)
     multiply(a, a).block_until_ready()

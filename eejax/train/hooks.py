@@ -54,7 +54,7 @@ class RunPosition:
       evaluation: the last evaluation, or None.
     """
 
-    state: TrainState | None
+    state: TrainState
     step: int = 0
     tokens: int = 0
     evaluation: Evaluation | None = None

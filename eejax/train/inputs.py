@@ -76,6 +76,7 @@ def _prepare(
 
     pack = functools.partial(data.pack, workers=workers, progress=progress)
     made = _open(config, tokenizer, workdir, pack)
+    assert made is not None  # what is not there is packed
     if not saved.is_dir():
         save_tokenizer(tokenizer, saved)
     return made
@@ -93,7 +94,7 @@ def _open_shared(
     for place in places:
         if megatron_prefix(config) is not None:
             tokenizer = data.load_tokenizer(workdir / tokenizer_folder)
-            opened.append(data.open_megatron(place, tokenizer, **_split(config)))
+            opened.append(_open_megatron(config, place, tokenizer))
         elif pathlib.Path(place).is_dir():
             opened.append(data.open_packed(place))
         else:
@@ -133,19 +134,23 @@ def _open(
     """
     made = []
     for part in _parts(config):
-        split = _split(part)
         if (prefix := megatron_prefix(part)) is not None:
-            made.append(data.open_megatron(prefix, tokenizer, **split))
+            made.append(_open_megatron(part, prefix, tokenizer))
         else:
             folder = pathlib.Path(part.packed) if part.packed else workdir / "data"
-            made.append(packed(_source(part), tokenizer, folder, **split))
+            fraction, seed = part.validation_fraction, part.split_seed
+            source = _source(part)
+            made.append(packed(source, tokenizer, folder, validation_fraction=fraction, seed=seed))
     if None in made:
         return None
     return made[0] if config.weights is None else data.Mixture(tuple(made), config.weights)
 
 
-def _split(config: DataConfig) -> dict[str, float | int]:
-    return {"validation_fraction": config.validation_fraction, "seed": config.split_seed}
+def _open_megatron(
+    config: DataConfig, prefix: str, tokenizer: data.Tokenizer
+) -> data.MegatronDataset:
+    fraction, seed = config.validation_fraction, config.split_seed
+    return data.open_megatron(prefix, tokenizer, validation_fraction=fraction, seed=seed)
 
 
 def loader(
@@ -204,7 +209,7 @@ def megatron_prefix(config: DataConfig) -> str | None:
 
     Raises `DataError` for settings that do not apply to tokens that are already prepared.
     """
-    sources = (config.source,) if isinstance(config.source, str) else config.source
+    sources = [config.source] if isinstance(config.source, str) else list(config.source)
     if not any(s.startswith(MEGATRON) for s in sources):
         return None
     if len(sources) > 1:

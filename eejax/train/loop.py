@@ -172,7 +172,9 @@ def _train(
                 on_metrics=report.on_metrics,
                 at_intervals=((train.eval_every, evaluate), (train.checkpoint_every, saved.save)),
             )
-            to_devices = functools.partial(_to_devices, run, distributed.shard(run.program.mesh))
+            to_devices = functools.partial(
+                _to_devices, run, distributed.shard(run.program.device_mesh)
+            )
             batches = map(to_devices, batches)
             run_steps(position, train.steps, train_step, batches, hooks, stop, report.clock)
         stopped = stop.signal if position.step < train.steps else None  # after the last: done
@@ -256,7 +258,8 @@ def _batches(run: RunParts) -> contextlib.AbstractContextManager:
 
 
 def _to_devices(run: RunParts, shard: tuple[int, int], batch: data.Batch) -> Arrays:
-    return put_batch(inputs.strip(batch, run.loader.document_masks), run.program.mesh, shard)
+    rows = inputs.strip(batch, run.loader.document_masks)
+    return put_batch(rows, run.program.device_mesh, shard)
 
 
 def _profiler(run: RunParts) -> profile.Profiler:
@@ -285,4 +288,5 @@ def _evaluation(run: RunParts, eval_step: Callable, params: Tree) -> Evaluation:
     rows, limit = train.batch_size // parts, train.eval_batches
     batches = inputs.held_out(run.experiment.data, run.dataset, rows, limit and limit * parts)
     byte_lengths = run.dataset.tokenizer.byte_lengths
-    return evaluate_mixture(eval_step, params, batches, program.mesh, run.names, byte_lengths)
+    mesh = program.device_mesh
+    return evaluate_mixture(eval_step, params, batches, mesh, run.names, byte_lengths)

@@ -129,8 +129,12 @@ def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
 
     XLA's CPU backend computes bfloat16 in float32: there a bfloat16 model's temporaries are no
     smaller than a float32 model's (measured), and say little about an accelerator.
+
+    Raises `RuntimeError` where the backend does not say.
     """
     a = compiled.memory_analysis()
+    if a is None:
+        raise RuntimeError("XLA's backend does not say what memory a program takes")
     return CompiledMemory(
         a.argument_size_in_bytes,
         a.output_size_in_bytes,
@@ -140,7 +144,9 @@ def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
 
 
 def compile_step(
-    experiment: Experiment, devices: Sequence[jax.Device] | None = None
+    experiment: Experiment,
+    # To type checkers `jax.Device` is a variable.
+    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> jax.stages.Compiled:
     """The training step of `experiment`, compiled for its mesh from shapes; nothing is allocated.
 
@@ -240,8 +246,10 @@ def _kept(program: Program, rows: int) -> _SavedBytes:
 def _kept_on_stages(program: Program, rows: int) -> _SavedBytes:
     """Return `_kept` of all microbatches that are in flight on a stage."""
     e, places, mesh = program.experiment, program.placement, program.mesh
-    pipeline = Pipeline(places.stages, mesh, e.mesh, e.train.remat, e.loss)
-    n, cut = e.train.microbatches, places.stages.partition
+    stages = places.stages
+    assert stages is not None
+    pipeline = Pipeline(stages, mesh, e.mesh, e.train.remat, e.loss)
+    n, cut = e.train.microbatches, stages.partition
     tokens = jax.ShapeDtypeStruct((n * rows * mesh.shape[DATA], e.data.length), jnp.int32)
     batch = {"tokens": tokens, "labels": tokens}
     if e.data.document_masks:

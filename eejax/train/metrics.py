@@ -14,7 +14,10 @@ from typing import Any
 from absl import logging
 from tensorboardX import summary
 from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.event_pb2 import (  # Protocol Buffers make the classes at run time
+    Event,  # pyright: ignore[reportAttributeAccessIssue]
+    SessionLog,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from tqdm import tqdm
 
 from eejax.checkpoint.files import naming, write_text
@@ -79,11 +82,11 @@ class MetricsWriter:
         def finite(v):
             return v if not isinstance(v, float) or math.isfinite(v) else None
 
-        values = {k: finite(v) for k, v in values.items()}
+        written = {k: finite(v) for k, v in values.items()}
         with naming(self._path):
-            self._file.write(json.dumps({"step": step} | values) + "\n")
+            self._file.write(json.dumps({"step": step} | written) + "\n")
             self._file.flush()
-        self._board.write(step, {k: v for k, v in values.items() if v is not None})
+        self._board.write(step, {k: v for k, v in written.items() if v is not None})
 
     def close(self) -> None:
         try:

@@ -105,9 +105,9 @@ def transformation(config: OptimizerConfig, decays: Tree) -> optax.GradientTrans
         optax.add_decayed_weights(config.weight_decay, decays),
     )
 
-    def update(grads, state, params):
+    def update(updates, state, params=None):
         # optax raises a float to an integer array, which strict promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
-            return inner.update(grads, state, params)
+            return inner.update(updates, state, params)
 
     return optax.GradientTransformation(inner.init, update)

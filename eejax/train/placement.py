@@ -45,16 +45,18 @@ class Placement:
 
     def place(self, tree: Tree) -> Tree:
         """Trained or frozen parameters, or anything of their tree, from the model's places."""
-        return tree if self.stages is None else self._moved(self.stages.to_stages, tree)
+        stages = self.stages
+        return tree if stages is None else self._moved(stages, stages.to_stages, tree)
 
     def take(self, tree: Tree) -> Tree:
         """The inverse of `place`."""
-        return tree if self.stages is None else self._moved(self.stages.from_stages, tree)
+        stages = self.stages
+        return tree if stages is None else self._moved(stages, stages.from_stages, tree)
 
-    def _moved(self, move: Callable[[Tree], Tree], tree: Tree) -> Tree:
+    def _moved(self, stages: StageLayout, move: Callable[[Tree], Tree], tree: Tree) -> Tree:
         """move(tree), in which layers come to other rows of uneven stages' stacks. Meanwhile every
         device has a part of all layers: with rows on several, XLA would gather whole stacks."""
-        if self.stages.partition.even or "layers" not in tree:
+        if stages.partition.even or "layers" not in tree:
             return move(tree)
         specs = rules.specs(
             params.abstract(self.scope.config)["layers"],

@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from eejax.common.errors import require
 from eejax.common.trees import Tree
+from eejax.losses.multi_exit import ExitSums
 from eejax.models import params
 from eejax.pipeline.plan import plan
 from eejax.sharding.mesh import check_batch
@@ -38,6 +39,13 @@ class Program:
 
     experiment: Experiment
     mesh: Mesh | AbstractMesh
+
+    @property
+    def device_mesh(self) -> Mesh:
+        """The mesh. Raises `ValueError` for an abstract one."""
+        if isinstance(self.mesh, AbstractMesh):
+            raise ValueError(f"{self.mesh} has no devices: make the program on a mesh of devices")
+        return self.mesh
 
     @functools.cached_property
     def scope(self) -> Scope:
@@ -124,7 +132,7 @@ class Program:
             e.model,
             self.optimizer,
             e.train.seed,
-            self.mesh,
+            self.device_mesh,
             layout=e.mesh,
             pipeline=e.pipeline,
             **self._extra,
@@ -147,7 +155,7 @@ class Program:
             steps=train.steps,
         )
 
-    def train_step(self):
+    def train_step(self) -> step.TrainStep:
         """The training step (`step.make_train_step`)."""
         e = self.experiment
         return step.make_train_step(
@@ -155,7 +163,7 @@ class Program:
             self.optimizer,
             optimizer.learning_rate(e.optimizer, e.train.steps),
             e.exit_weights.schedule(e.train.steps),
-            self.mesh,
+            self.device_mesh,
             layout=e.mesh,
             pipeline=e.pipeline,
             clip_norm=e.optimizer.clip_norm,
@@ -171,11 +179,11 @@ class Program:
             loss_scale_interval=e.train.loss_scale_interval,
         )
 
-    def eval_step(self):
+    def eval_step(self) -> Callable[[Tree, step.Arrays], ExitSums[jax.Array]]:
         """The evaluation step (`step.make_eval_step`)."""
         e = self.experiment
         return step.make_eval_step(
-            e.model, self.mesh, self.scope, e.mesh, e.pipeline, self.eval_microbatches
+            e.model, self.device_mesh, self.scope, e.mesh, e.pipeline, self.eval_microbatches
         )
 
     @property

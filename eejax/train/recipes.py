@@ -35,7 +35,7 @@ def layer_dropout(
         if growth == "constant":
             return jnp.asarray(by_depth)
         done = jnp.asarray(step).astype(jnp.float32) / max(1, steps - 1)
-        return by_depth * jnp.expm1(jnp.clip(done, 0.0, 1.0) * math.log(2))
+        return jnp.expm1(jnp.clip(done, 0.0, 1.0) * math.log(2)) * by_depth
 
     return rates
 
@@ -55,8 +55,7 @@ MIN_SCALE = 2.0**-14
 MAX_SCALE = 2.0**24
 
 
-@flax.struct.dataclass
-class LossScale:
+class LossScale(flax.struct.PyTreeNode):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2).
 
     value: float32, what the loss of every exit is multiplied with before the backward pass.

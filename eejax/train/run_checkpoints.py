@@ -69,7 +69,7 @@ class RunCheckpoints:
                 state = program.to_portable(position.state)
                 tuned = {PARAMS: state.params} | ({EMA: state.ema} if state.ema else {})
                 trees = {
-                    name: base_weights.complete(e, tree["exits"], program.mesh)
+                    name: base_weights.complete(e, tree["exits"], program.device_mesh)
                     for name, tree in tuned.items()
                 }
                 whole.save(position.step, trees, self._metadata(position))

@@ -26,7 +26,7 @@ class RunReport:
 
     def __init__(self, run: RunParts, start: int):
         self._run, self._experiment, self._train = run, run.experiment, run.experiment.train
-        self._mesh = run.program.mesh
+        self._mesh = run.program.device_mesh
         model, data = self._experiment.model, self._experiment.data
         self._flops_per_token = flops.model_flops_per_token(
             model, data.length, self._experiment.loss.exit_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
@@ -80,7 +81,7 @@ def open_run(
     return TrainedRun(expanded(workdir), model, saved_experiment(model.metadata))
 
 
-def saved_experiment(metadata: dict[str, Any]) -> Experiment:
+def saved_experiment(metadata: Mapping[str, Any]) -> Experiment:
     """Read the experiment from a checkpoint's metadata."""
     return saved_settings(metadata, "experiment", lambda saved: Experiment.from_dict(_moved(saved)))
 
@@ -96,7 +97,7 @@ def _moved(saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_same_run(
-    metadata: dict[str, Any], wanted: Experiment, fingerprint: str, where: str | os.PathLike
+    metadata: Mapping[str, Any], wanted: Experiment, fingerprint: str, where: str | os.PathLike
 ) -> None:
     """Raise `CheckpointError` naming every setting that makes `wanted` another run.
 
@@ -143,7 +144,9 @@ def _ends_with_the_run(experiment: Experiment) -> bool:
     )
 
 
-def _other_text(metadata: dict[str, Any], experiment: Experiment, fingerprint: str) -> str | None:
+def _other_text(
+    metadata: Mapping[str, Any], experiment: Experiment, fingerprint: str
+) -> str | None:
     """Describe a change of the text since the checkpoint, or return None."""
     trained = metadata.get("data", {}).get("dataset")
     if trained in (None, fingerprint):  # None for a pretrained model, whose text is unknown

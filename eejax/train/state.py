@@ -9,7 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from eejax.common.axes import DATA, PIPE
 from eejax.common.trees import Tree
@@ -23,8 +23,7 @@ from eejax.train.recipes import LossScale
 from eejax.train.scope import Scope
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """`step` counts the steps taken, skipped ones included; both counts are int32 scalars.
 
     `frozen` are parameters that the loss reads and no step changes; they have no optimiser state
@@ -89,7 +88,7 @@ def begin(
 def abstract(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     scope: Scope | None = None,
     *,
     layout: Layout = DEFAULT,
@@ -111,7 +110,7 @@ def abstract(
 
 def portable(
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     scope: Scope,
     *,
     ema: bool = False,
@@ -130,7 +129,7 @@ def _laid_out(
     moments: Tree,
     frozen: Tree,
     optimizer: optax.GradientTransformation,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     ema: bool,
     loss_scale: float | None,
 ) -> TrainState:
@@ -143,7 +142,7 @@ def _laid_out(
     def whole(a):
         return _struct(a, rules.replicated(mesh))
 
-    return TrainState(
+    return state.replace(
         step=whole(state.step),
         params=trained,
         opt_state=optax.tree_map_params(

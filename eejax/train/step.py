@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +38,7 @@ from eejax.train.state import TrainState, abstract
 Arrays = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
 Schedule = Callable[[jax.Array], jax.Array]
-GradientSums = Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums]
+GradientSums = Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums[jax.Array]]
 """(state, weights [e], layer_dropout [l] or None, batch) -> sums."""
 
 
@@ -66,13 +67,22 @@ def put_batch(
     def put(value: np.ndarray) -> jax.Array:
         shape = (rows * count, *value.shape[1:])
 
-        def part(where: tuple[slice, ...]) -> np.ndarray:
+        def part(where: tuple[slice, ...] | None) -> np.ndarray:
+            assert where is not None  # of an array of numbers
             start, stop, _ = where[0].indices(shape[0])
             return value[start - first : stop - first]
 
         return jax.make_array_from_callback(shape, sharding, part)
 
     return {name: put(value) for name, value in batch.items()}
+
+
+class TrainStep(Protocol):
+    """A compiled training step, which can also be lowered for shape structs of a batch."""
+
+    def __call__(self, state: TrainState, batch: Arrays, /) -> tuple[TrainState, Metrics]: ...
+
+    def lower(self, state: TrainState, batch: Any, /) -> jax.stages.Lowered: ...
 
 
 def make_train_step(
@@ -95,7 +105,7 @@ def make_train_step(
     ema: float | None = None,
     loss_scale: float | None = None,
     loss_scale_interval: int = 1000,
-) -> Callable[[TrainState, Arrays], tuple[TrainState, Metrics]]:
+) -> TrainStep:
     """Compile the step `(state, batch) -> (state, metrics)`; `state` is donated.
 
     The loss is sum_e w_e L_e with L_e the mean over all counted tokens of the global batch
@@ -278,7 +288,7 @@ def gradient_sums(
         local,
         mesh=mesh,
         in_specs=(param_specs, frozen_specs, P(), P(), P(DATA), P()),
-        out_specs=BatchSums(grad_specs, P(), P(), P()),
+        out_specs=BatchSums(grad_specs, P(), P(), ExitSums(P(), P())),
     )
 
     def gradients(state, weights, rates, batch):
@@ -306,14 +316,16 @@ def pipelined_sums(
 ) -> GradientSums:
     """Return the gradients' function for a state that lies on stages, as `gradient_sums`."""
     keys = functools.partial(_sample_keys, seed)
-    stages = Pipeline(places.stages, mesh, layout, remat, objective, sparse, keys)
+    on_stages = places.stages
+    assert on_stages is not None
+    stages = Pipeline(on_stages, mesh, layout, remat, objective, sparse, keys)
 
     def gradients(state, weights, rates, batch):
         length = batch["tokens"].shape[1]
         if places.scope.tuned:
             run = exit_gradients(stages, microbatches)
         else:
-            cut = places.stages.partition
+            cut = on_stages.partition
             schedule, factors = plan(
                 pipeline, cut, microbatches, length=length, remat=remat, objective=objective
             )
@@ -345,11 +357,11 @@ class Update:
     moved: Tree | None = None
 
     def __call__(
-        self, state: TrainState, sums: BatchSums, scale: jax.Array
+        self, state: TrainState, sums: BatchSums[jax.Array], scale: jax.Array
     ) -> tuple[TrainState, Metrics]:
         """Return the next state and the metrics; `sums` are of a loss multiplied by `scale`."""
-        counted = sums.exits.count > 0
-        count = jnp.maximum(sums.exits.count, 1).astype(jnp.float32)
+        counted = sums.exits.num_tokens > 0
+        count = jnp.maximum(sums.exits.num_tokens, 1).astype(jnp.float32)
         total, factor = sums.total / scale, 1.0 / (scale * count)
         sums = sums._replace(grads=self._only_moved(sums.grads))
         norm = self.norm(sums.grads) * factor
@@ -360,7 +372,7 @@ class Update:
             "exit_losses": sums.exits.sums / count,
             "grad_norm": norm,
             "learning_rate": rate,
-            "tokens": sums.exits.count,
+            "tokens": sums.exits.num_tokens,
             "skipped": state.skipped + (~finite).astype(jnp.int32),
             "finite": finite,
             "exit_grad_norms": jnp.sqrt(sums.squares) * factor,
@@ -415,7 +427,7 @@ def make_eval_step(
     layout: Layout = DEFAULT,
     pipeline: PipelineConfig = PIPELINE,
     microbatches: int = 1,
-) -> Callable[[Tree, Arrays], ExitSums]:
+) -> Callable[[Tree, Arrays], ExitSums[jax.Array]]:
     """Compile `(params, batch) -> ExitSums`: the summed loss of every exit, and counted tokens.
 
     With a `scope`, params are `scope.parameters()` and the exits those of `scope.which`. On a mesh

@@ -61,7 +61,7 @@ def trained(steps: int = 150):
     def update(value, state, rows):
         def loss(v):
             total, sums = multi_exit_loss(v, config, rows[:, :-1], rows[:, 1:], weights)
-            return total / sums.count.astype(jnp.float32)
+            return total / sums.num_tokens.astype(jnp.float32)
 
         grads = jax.grad(loss)(value)
         with jax.numpy_dtype_promotion("standard"):  # optax counts steps in int32

@@ -9,6 +9,9 @@ Cached positions are read from the caches, those of this call from k and v, and 
 positions that no program reads: programs may run in any order.
 """
 
+# pyright: reportReturnType=false
+# Triton types what `cdiv` returns on the host as a kernel's constant.
+
 from __future__ import annotations
 
 import jax

@@ -71,20 +71,26 @@ def head_confidence(
     fits = table.ndim == 2 and table.shape[1] == d
     require(fits, "table", table.shape, f"must be rows of the vocabulary, of shape (v, {d})")
     rows = table.shape[0]
-    given = dict(scale=scale, bias=bias, table=table, head_bias=head_bias)
-    shapes = dict(scale=(d,), bias=(d,), table=(rows, d), head_bias=(rows,))
-    for name, shape in shapes.items():
-        if given[name] is not None:
+    for name, a, shape in (
+        ("scale", scale, (d,)),
+        ("bias", bias, (d,)),
+        ("table", table, (rows, d)),
+        ("head_bias", head_bias, (rows,)),
+    ):
+        if a is not None:
             require(
-                given[name].shape == shape,
+                a.shape == shape,
                 name,
-                given[name].shape,
+                a.shape,
                 f"must be of shape {shape} beside x of shape {x.shape} and table of shape "
                 f"{table.shape}",
             )
     normed = options.norm is not None
-    for name, fits in (("scale", (scale is not None) == normed), ("bias", bias is None or normed)):
-        shape = None if given[name] is None else given[name].shape
+    for name, a, fits in (
+        ("scale", scale, (scale is not None) == normed),
+        ("bias", bias, bias is None or normed),
+    ):
+        shape = None if a is None else a.shape
         require(fits, name, shape, f"does not go with HeadConfidenceOptions.norm = {options.norm}")
     whole = rows * (lax.axis_size(axis) if axis else 1)
     require(
@@ -135,9 +141,11 @@ def _run(options: HeadConfidenceOptions, implementation: str | None):
     return call.folded(lambda *args: tuple(run(*args)), rows=(0,))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _statistics(options, implementation, *args):
+def _statistics_by_run(options, implementation, *args) -> tuple[jax.Array, ...]:
     return _run(options, implementation)(*args)
+
+
+_statistics = jax.custom_vjp(_statistics_by_run, nondiff_argnums=(0, 1))
 
 
 def _forward(options, implementation, *args):
@@ -150,8 +158,10 @@ def _backward(options, implementation, args, cotangents):
     def without_token(s):
         return (s.peak, s.second, s.total, s.weighted)
 
-    def run(*a):
-        return without_token(reference.statistics(options, *a, allowed))
+    def run(x, scale, bias, table, head_bias):
+        return without_token(
+            reference.statistics(options, x, scale, bias, table, head_bias, allowed)
+        )
 
     _, pull = jax.vjp(run, *inputs)
     return *pull(without_token(LogitStatistics(*cotangents))), None

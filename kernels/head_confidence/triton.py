@@ -9,6 +9,9 @@ Tiles of logits and the steps through d that each takes are one loop and not two
 of the next tile are on their way while one is finished; it takes half as many registers, too.
 """
 
+# pyright: reportArgumentType=false, reportReturnType=false
+# Triton types what `cdiv` returns on the host as a kernel's constant.
+
 from __future__ import annotations
 
 import jax

@@ -163,7 +163,12 @@ def sum_chunks(
     zero = varying_zero((h, loss.table, loss.bias, tokens, scale, into)).astype(jnp.float32)
     states = jnp.pad(h, ((0, fill), (0, width - d)))
     labels = jnp.pad(tokens.labels, (0, fill), constant_values=-1)
-    tokens = LossTokens(labels, *(_pad_rows(a, fill) for a in tokens[1:]))
+    tokens = LossTokens(
+        labels,
+        _pad_rows(tokens.weights, fill),
+        None if tokens.counted is None else _pad_rows(tokens.counted, fill),
+        None if tokens.teacher is None else _pad_rows(tokens.teacher, fill),
+    )
     begin = None
     if into is not None:
         shape = (width, rows) if loss.transposed else (rows, width)
@@ -202,7 +207,7 @@ def sum_chunks(
     count = (n + fill) // size
     count = count if skip is None else jnp.where(skip, 0, count)
     total, gradients = lax.fori_loop(0, count, body, (Sums(zero, zero), begin))
-    if gradients is None:
+    if into is None or gradients is None:
         return total, None
     d_h, d_table, d_bias, d_weights = gradients
     if skip is not None:  # the states are still there
@@ -215,5 +220,5 @@ def sum_chunks(
     )
 
 
-def _pad_rows(a: jax.Array | None, fill: int) -> jax.Array | None:
-    return None if a is None else jnp.pad(a, [(0, fill)] + [(0, 0)] * (a.ndim - 1))
+def _pad_rows(a: jax.Array, fill: int) -> jax.Array:
+    return jnp.pad(a, [(0, fill)] + [(0, 0)] * (a.ndim - 1))

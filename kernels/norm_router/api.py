@@ -55,14 +55,19 @@ def norm_router(
     is_norm = isinstance(options, NormOptions)
     require(is_norm, "options", options, "must be `kernels.norms.NormOptions`")
     r = down.shape[-1]
-    given = dict(scale=scale, bias=bias, down=down, up=up, up_bias=up_bias, threshold=threshold)
-    shapes = dict(scale=(d,), bias=(d,), down=(d, r), up=(r,), up_bias=(), threshold=(n,))
-    for name, shape in shapes.items():
-        if given[name] is not None:
+    for name, a, shape in (
+        ("scale", scale, (d,)),
+        ("bias", bias, (d,)),
+        ("down", down, (d, r)),
+        ("up", up, (r,)),
+        ("up_bias", up_bias, ()),
+        ("threshold", threshold, (n,)),
+    ):
+        if a is not None:
             require(
-                given[name].shape == shape,
+                a.shape == shape,
                 name,
-                given[name].shape,
+                a.shape,
                 f"must be of shape {shape} beside x of shape {x.shape}",
             )
     implementation = call.chosen(
@@ -89,9 +94,11 @@ def _run(options: NormOptions, implementation: str | None):
     return call.folded(call.op(kernel, plain, implementation), rows=(0, 6))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _norm_router(options, implementation, *args):
+def _routed(options, implementation, *args) -> tuple[jax.Array, jax.Array]:
     return _run(options, implementation)(*args)
+
+
+_norm_router = jax.custom_vjp(_routed, nondiff_argnums=(0, 1))
 
 
 def _forward(options, implementation, *args):
@@ -101,8 +108,8 @@ def _forward(options, implementation, *args):
 def _backward(options, implementation, args, cotangents):
     *inputs, threshold = args
 
-    def confidence(*a):
-        return reference.norm_router(options, *a, threshold)[0]
+    def confidence(x, scale, bias, down, up, up_bias):
+        return reference.norm_router(options, x, scale, bias, down, up, up_bias, threshold)[0]
 
     _, pull = jax.vjp(confidence, *inputs)
     return *pull(cotangents[0]), None

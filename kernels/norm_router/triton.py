@@ -11,6 +11,10 @@ largest of them, by which the sums are multiplied at the end.
 Few rows would keep few multiprocessors busy: they are cut along d, and a second kernel adds up.
 """
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# Triton types what `cdiv` returns on the host as a kernel's constant, and jitted functions as such
+# that never return.
+
 from __future__ import annotations
 
 import jax

@@ -61,7 +61,7 @@ def train(folder):
     def update(p, opt, x):
         def loss(p):
             total, sums = multi_exit_loss(p, CONFIG, x[:, :-1], x[:, 1:], weights)
-            count = sums.count.astype(jnp.float32)
+            count = sums.num_tokens.astype(jnp.float32)
             return total / count, sums.sums / count
 
         grads, losses = jax.grad(loss, has_aux=True)(p)

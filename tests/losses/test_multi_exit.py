@@ -79,7 +79,7 @@ def test_gradient_of_every_parameter_is_that_of_whole_logits(name):
     (want_total, want_sums), want = gradient(plain_loss)
     np.testing.assert_allclose(sums.sums, want_sums, rtol=1e-5)
     np.testing.assert_allclose(total, want_total, rtol=1e-5)
-    assert sums.count == (np.asarray(labels) != IGNORE).sum()
+    assert sums.num_tokens == (np.asarray(labels) != IGNORE).sum()
 
     def check(a, b):  # both sides round in float32; relative to the leaf's largest entry
         assert np.abs(b).max() > 0

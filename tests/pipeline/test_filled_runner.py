@@ -82,7 +82,7 @@ def test_identical_microbatches_give_the_exact_gradient(stages, head):
     np.testing.assert_allclose(sums.squares / n, want.squares, rtol=1e-5)
     np.testing.assert_allclose(sums.total / n, total, rtol=1e-6)
     np.testing.assert_allclose(np.asarray(sums.exits.sums) / n, exits.sums, rtol=1e-6)
-    assert int(sums.exits.count) == n * int(exits.count)
+    assert int(sums.exits.num_tokens) == n * int(exits.num_tokens)
 
 
 def test_exits_are_distilled_in_filled_bubbles():

@@ -80,7 +80,7 @@ def check(config, mesh_config, microbatches, *, name="1f1b", exits="mixed", **op
     np.testing.assert_allclose(got.total, total, rtol=1e-5)
     np.testing.assert_allclose(got.exits.sums, sums.sums, rtol=1e-5)
     np.testing.assert_allclose(got.squares, squares, rtol=1e-4)
-    assert int(got.exits.count) == int(sums.count)
+    assert int(got.exits.num_tokens) == int(sums.num_tokens)
     compare(layout.from_stages(jax.device_get(got.grads)), grads)
 
 
@@ -248,10 +248,10 @@ def test_the_loss_differentiates_like_any_loss():
 
     def mean(value):
         total, exits = runner.loss(pipeline, table)(value, *rest)
-        return total / exits.count.astype(jnp.float32), exits.sums
+        return total / exits.num_tokens.astype(jnp.float32), exits.sums
 
     (loss, _), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(value)
-    count = float(sums.exits.count)
+    count = float(sums.exits.num_tokens)
     np.testing.assert_allclose(loss, sums.total / count, rtol=1e-6)
     compare(grads, jax.tree.map(lambda g: g / count, sums.grads), 1e-6)
 
@@ -291,7 +291,7 @@ def test_evaluation_of_every_exit(layers):
     )
     _, want = multi_exit_loss(value, config, batch["tokens"], batch["labels"], jnp.ones(4))
     np.testing.assert_allclose(got.sums, want.sums, rtol=1e-5)
-    assert int(got.count) == int(want.count)
+    assert int(got.num_tokens) == int(want.num_tokens)
 
 
 def test_what_cannot_be_pipelined_is_refused():

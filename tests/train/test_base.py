@@ -73,7 +73,7 @@ def loss_on(model, batches):
         return multi_exit_loss(model.params, model.config, tokens, labels, ones, **rest)[1]
 
     found = [sums(batch) for batch in batches]
-    count = sum(int(one.count) for one in found)
+    count = sum(int(one.num_tokens) for one in found)
     return sum(np.asarray(one.sums, np.float64) for one in found) / count
 
 

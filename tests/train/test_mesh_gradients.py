@@ -100,7 +100,7 @@ def compare(got, want):
     np.testing.assert_allclose(got.total, want.total, rtol=1e-5)
     np.testing.assert_allclose(got.exits.sums, want.exits.sums, rtol=1e-5)
     np.testing.assert_allclose(got.squares, want.squares, rtol=2e-5)
-    assert got.exits.count == want.exits.count > 0
+    assert got.exits.num_tokens == want.exits.num_tokens > 0
     wanted = jax.tree_util.tree_leaves_with_path(want.grads)
     largest = max(np.abs(w).max() for _, w in wanted)
     for (path, w), g in zip(wanted, jax.tree.leaves(got.grads), strict=True):

@@ -237,9 +237,9 @@ def test_evaluation_sums_what_training_means():
         sums.append(jax.device_get(step.make_eval_step(CONFIG, mesh)(now.params, arrays)))
         _, metrics = train(now, arrays)
         np.testing.assert_allclose(
-            sums[-1].sums / sums[-1].count, metrics["exit_losses"], rtol=1e-5
+            sums[-1].sums / sums[-1].num_tokens, metrics["exit_losses"], rtol=1e-5
         )
-    assert sums[0].count == sums[1].count == (batch["labels"] >= 0).sum()
+    assert sums[0].num_tokens == sums[1].num_tokens == (batch["labels"] >= 0).sum()
     np.testing.assert_allclose(sums[0].sums, sums[1].sums, rtol=1e-5)
 
 
