@@ -64,9 +64,9 @@ test-stacks:
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	# As they are installed, with kernels/ below eejax/, which the checker finds by its place.
+	# As they are installed, below eejax/: the checker finds packages by their place.
 	rm -rf build/types && mkdir -p build/types
-	cp -r eejax pyproject.toml build/types && cp -r kernels build/types/eejax/kernels
+	cp -r eejax pyproject.toml build/types && cp -r kernels experiments configs build/types/eejax
 	$(BIN)/basedpyright --project build/types --pythonpath $(BIN)/python
 
 format: env

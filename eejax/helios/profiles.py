@@ -192,7 +192,8 @@ class _Depth:
         for id_ in [*scheduler.running, *scheduler.waiting]:
             scheduler.abort(id_)
         part.run()
-        policy = ExitPolicy.make(config, 1, **(rules or {}))
+        given: dict[str, Any] = dict(rules or {})
+        policy = ExitPolicy.make(config, 1, **given)
         slots, room, left = part.engine.slots, part.engine.context, np.zeros(config.n_exits + 1)
         count, decoded, begun = 0, None, set()
         self.exits: dict[str, list[int]] = {}

@@ -22,8 +22,7 @@ from eejax.models.config import ModelConfig
 KeyValue = tuple[jax.Array, jax.Array]
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """One buffer pair per layer, so that a step never copies another layer's.
 
     segments: per segment, its layers' (keys, values), each [b * k, s, h], the form attention
