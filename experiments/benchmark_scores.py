@@ -13,7 +13,7 @@ from eejax.helios.quality import PERPLEXITIES, SCORES, BenchmarkScore, check_sco
 
 
 def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
-    """Read the results of `eejax grade --json` or of lm-eval (0.4) for a model.
+    """Read the results of `eejax score-tasks --json` or of lm-eval (0.4) for a model.
 
     Of `score_tasks` the rows of single exits are read, not those of thresholds, and the last line
     of a file that holds what the command printed.

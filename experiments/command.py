@@ -20,7 +20,7 @@ COMMANDS = {
     "calibrate": ("calibrate", "Train routers for a trained or imported model."),
     "evaluate": ("evaluate", "Measure loss, perplexity and bits per byte of every exit."),
     "sweep": ("sweep", "Measure quality and speed of every gate at every threshold."),
-    "grade": ("score_tasks", "Score the tasks of lm-eval by every exit and threshold."),
+    "score-tasks": ("score_tasks", "Score the tasks of lm-eval by every exit and threshold."),
     "generate": ("generate", "Generate text, each token in the color of its exit."),
     "generate-batch": ("generate_batch", "Complete a file of prompts in batches."),
     "serve": ("serve", "Serve models behind OpenAI's interface."),

@@ -5,7 +5,7 @@
     eejax repository --repository=runs/helios.db --rebuild
 
 --scores imports benchmark results for the model of a name, as `eejax serve --model` has it:
-the output of `eejax grade --json`, or the results file of lm-eval. A server takes them
+the output of `eejax score-tasks --json`, or the results file of lm-eval. A server takes them
 for the quality of its models with --quality=benchmark. --rebuild renames a file that cannot be used
 aside, and makes a new one; nothing is deleted. Without either the content is shown.
 """

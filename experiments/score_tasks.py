@@ -1,7 +1,7 @@
 """Standard tasks of EleutherAI's lm-eval, by every exit of a model and at every threshold.
 
-    eejax grade --model=runs/mine --tasks=arc_easy,lambada_openai
-    eejax grade --model=runs/mine --tasks=mine --include_path=tasks \
+    eejax score-tasks --model=runs/mine --tasks=arc_easy,lambada_openai
+    eejax score-tasks --model=runs/mine --tasks=mine --include_path=tasks \
         --exits=6,12 --thresholds=0.5,0.9
 
 Needs `pip install 'eejax[eval]'`. One table: a row for each exit and threshold, a column for each

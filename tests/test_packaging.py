@@ -69,7 +69,7 @@ def test_help_lists_the_commands(monkeypatch, capsys):
     [
         ("tran", "train"),
         ("tune_exits", "tune"),
-        ("score_tasks", "grade"),
+        ("score_tasks", "score-tasks"),
         ("generate_batch", "generate-batch"),
         ("bench_decode", "bench decode"),
         ("bench decod", "bench decode"),

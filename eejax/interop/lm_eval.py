@@ -5,7 +5,7 @@
 
     lm_eval.simple_evaluate(model="eejax", model_args="path=runs/mine,exit=6", tasks=["arc_easy"])
 
-`eejax grade` does so for all exits and thresholds. Only this module imports lm_eval.
+`eejax score-tasks` does so for all exits and thresholds. Only this module imports lm_eval.
 """
 
 from __future__ import annotations

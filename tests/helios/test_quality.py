@@ -251,7 +251,7 @@ def test_answers_that_a_model_judged():
     assert quality.relative_to(1.5, verdict(1.0, 0.9)) == 1.0
 
 
-# As `eejax grade --json` prints it, and as lm-eval 0.4.13 writes its results.
+# As `eejax score-tasks --json` prints it, and as lm-eval 0.4.13 writes its results.
 SCORED = {
     "model": "runs/small",
     "layers": 8,
