@@ -439,4 +439,5 @@ def _update_emission(emission: Emission, new: Emission, e: int, leaves, drafts=N
     said = leaves if drafts is None else leaves | drafts
     new = new._replace(exit=jnp.full_like(emission.exit, e), margin=emission.margin)
     taken = jax.tree.map(take, new, emission)
-    return taken._replace(token=jnp.where(said, new.token, emission.token))
+    token = jnp.where(said, new.token, emission.token)
+    return taken._replace(token=token, margin=emission.margin)
