@@ -65,11 +65,10 @@ def programs():
 
     mesh = known_mesh(MeshConfig(data=2, model=2))
     placed = sharded.place(params.init(CONFIG, jax.random.key(0)), CONFIG, None, mesh)
-    prefill = partial(prefill, mesh=mesh)
     own = OPTIONS.resolved(CONFIG, BATCH // 2)
-    prefill = partial(generate.prefill, config=CONFIG, options=own, length=64, mesh=mesh)
+    prefill = partial(generate.prefill, config=CONFIG, options=own, length=64)
     split, _ = prefill(placed, decoding.default_plan(CONFIG, own, BATCH // 2), tokens, request())
-    decode = partial(decoding.decode, config=CONFIG, options=own, size=4, mesh=mesh)
+    decode = partial(decoding.decode, config=CONFIG, options=own, size=4)
     yield "mesh", decode, (placed, split, np.int32(4))
 
     options = EngineOptions(cap=2, buckets=(2, 8), chunk=16).resolved(CONFIG, BATCH)
