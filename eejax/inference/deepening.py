@@ -23,7 +23,7 @@ from eejax.inference.schedule import BatchPlan
 from eejax.inference.segment import SegmentRunner
 from eejax.inference.state import EngineState
 from eejax.inference.weights import Weights, colocate, unlayered_params
-from eejax.models import exits, layers
+from eejax.models import exits, fusion
 from eejax.models.cache import KVCache, init_cache, unstack_segments
 from eejax.models.config import ModelConfig
 from eejax.models.params import for_compute
@@ -41,7 +41,7 @@ def on_host(params: Tree, config: ModelConfig) -> Tree:
 def fused(params: Tree, config: ModelConfig) -> Tree:
     """Cast a training tree and fuse its projections."""
     params = for_compute(params, config.dtype)
-    own = dict(layers=layers.fuse(params["layers"]), exits=exits.fuse(params["exits"], config))
+    own = dict(layers=fusion.fuse(params["layers"]), exits=exits.fuse(params["exits"], config))
     return params | own
 
 

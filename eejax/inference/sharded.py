@@ -24,7 +24,7 @@ from eejax.common.trees import Tree
 from eejax.inference.options import PIPELINED
 from eejax.inference.state import EngineState
 from eejax.inference.weights import Weights, prepare, unlayered_params
-from eejax.models import exits, layers
+from eejax.models import exits, fusion
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 from eejax.models.params import abstract, layer, map_params
@@ -70,7 +70,7 @@ def weights(config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weight
         shapes = map_params(lambda p: jax.ShapeDtypeStruct(p.shape, config.dtype), declared)
         return _derived(jax.eval_shape(fuse, shapes), rules.specs(declared, mesh), axes.model)
 
-    fused = _own_heads(derived(layers.fuse, layer(config)), config, axes.model)
+    fused = _own_heads(derived(fusion.fuse, layer(config)), config, axes.model)
     rest = {k: v for k, v in _given(config, num_segments, mesh).items() if k != "layers"}
     if rest["exits"]:
         named = {name: model["exits"][name] for name in rest["exits"]}

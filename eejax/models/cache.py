@@ -16,7 +16,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree, unstack
-from eejax.models import layers, shards
+from eejax.models import fusion, shards
 from eejax.models.config import ModelConfig
 
 KeyValue = tuple[jax.Array, jax.Array]
@@ -82,7 +82,7 @@ def init_cache(
 def unstack_segments(
     params: Tree, config: ModelConfig, n_segments: int, axes: Axes = LOCAL, first: int = 0
 ) -> tuple[tuple[Tree, ...], ...]:
-    """Each segment's layers as separate trees, projections fused (`layers.fuse`); those of segments
+    """Each segment's layers as separate trees, projections fused (`fusion.fuse`); those of segments
     from the first on.
 
     A decoding step must not slice a stack: it would copy the weights. On a mesh `params` are this
@@ -93,6 +93,6 @@ def unstack_segments(
         return p | {"attn": shards.own_kv_head(p["attn"], config, axes)}
 
     return tuple(
-        tuple(layers.fuse(own(p)) for p in unstack(params["layers"], *s))
+        tuple(fusion.fuse(own(p)) for p in unstack(params["layers"], *s))
         for s in config.segments[first:n_segments]
     )

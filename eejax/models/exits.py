@@ -19,7 +19,7 @@ from eejax.common.trees import Tree
 from eejax.kernels import call
 from eejax.kernels.head_confidence.api import Confidence, head_confidence
 from eejax.kernels.head_confidence.reference import HeadConfidenceOptions
-from eejax.models import layers, shards
+from eejax.models import fusion, layers, shards
 from eejax.models.config import ModelConfig
 from eejax.sharding.spread import gathered
 
@@ -138,7 +138,7 @@ def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) ->
 
 
 def fuse(exits: Tree, config: ModelConfig, axes: Axes = LOCAL) -> Tree:
-    """Exits' trees by name with their MLPs and blocks fused for a GPU (`layers.fuse`).
+    """Exits' trees by name with their MLPs and blocks fused for a GPU (`fusion.fuse`).
 
     XLA joins products of the same rows there, and would copy their matrices at each step. On a CPU
     the trees stay as they are given. On a mesh they are this shard's.
@@ -149,12 +149,12 @@ def fuse(exits: Tree, config: ModelConfig, axes: Axes = LOCAL) -> Tree:
     def fused(p: Tree) -> Tree:
         p = dict(p)
         if "mlp" in p:
-            p["mlp"] = layers.fuse_mlp(p["mlp"])
+            p["mlp"] = fusion.fuse_mlp(p["mlp"])
         if "block" in p:
             block = p["block"]
             if "q" in block["attn"]:
                 block = block | {"attn": shards.own_kv_head(block["attn"], config, axes)}
-            p["block"] = layers.fuse(block)
+            p["block"] = fusion.fuse(block)
         return p
 
     return {name: fused(p) for name, p in exits.items()}

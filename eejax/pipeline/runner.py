@@ -30,7 +30,7 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.axes import DATA, PIPE
 from eejax.common.trees import Tree, nbytes
 from eejax.losses.multi_exit import BatchSums, ExitSums
-from eejax.models import layers
+from eejax.models import fusion
 from eejax.pipeline import schedule as schedules
 from eejax.pipeline.layout import ABSENT, TOKENS
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
@@ -125,7 +125,7 @@ def _local(
     n = schedule.microbatches
     stage = PipelineStage(pipeline, trained, frozen, batch, step, rates, n, factors)
     grads = jax.tree.map(jnp.zeros_like, stage.trained)
-    grads["layers"] = layers.flat_heads(grads["layers"])
+    grads["layers"] = fusion.flat_heads(grads["layers"])
     refs = jax.tree.map(jax.new_ref, grads)
     ops = _Operations(stage, schedule, stage.vary(weights), refs)
     table = {

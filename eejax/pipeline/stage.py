@@ -21,7 +21,7 @@ from eejax.common.trees import Tree, join
 from eejax.losses.cross_entropy import IGNORE, Teacher
 from eejax.losses.multi_exit import exits_loss
 from eejax.losses.objective import CROSS_ENTROPY, LossObjective
-from eejax.models import exits, layers, params, shards, transformer
+from eejax.models import exits, fusion, layers, params, shards, transformer
 from eejax.models.config import ModelConfig
 from eejax.pipeline.layout import ABSENT, TOKENS, StageLayout, table_name
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT
@@ -123,9 +123,9 @@ class PipelineStage:
         for name in ("embed", *self.layout.slots):  # tables are cast where they are used
             if name in (whole := join(frozen, self.trained)):
                 self.params[name] = whole[name]
-        self.stack = layers.flat_heads(self.params["layers"])
+        self.stack = fusion.flat_heads(self.params["layers"])
         # What the gradient is taken in: in the dtype it is added up in.
-        self.masters = layers.flat_heads(join(frozen, trained)["layers"])
+        self.masters = fusion.flat_heads(join(frozen, trained)["layers"])
         self.index = lax.axis_index(PIPE)
         self.first, self.last = self.index == 0, self.index == self.partition.stages - 1
 
@@ -270,7 +270,8 @@ class PipelineStage:
             return exits.state(tree, c, e, h, context, axes=self.axes)
 
         state = transformer.rematerialised(read, self.pipeline.remat)(h)
-        if taught is not None and self.final is not None and e != c.n_exits:
+        if taught is not None and e != c.n_exits:
+            assert self.final is not None, "what is taught comes with the final exit"
             final = self.exit_tree(c.n_exits, *self.final)
             h = exits.state(final, c, c.n_exits, taught, context, axes=self.axes)
             teacher = Teacher(h, exits.head(final, c, c.n_exits))

@@ -13,7 +13,7 @@ from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.scheduler import Scheduler
 from eejax.kernels import call
-from eejax.models import attention, exits, layers, params
+from eejax.models import attention, exits, fusion, layers, params
 from eejax.models.config import ExitConfig, ModelConfig
 
 # A feed-forward width of no multiple of 64, and windows and fewer heads of keys in some layers.
@@ -98,9 +98,9 @@ def test_slots(model, want, for_gpu):
 
 def test_a_wider_mlp_says_the_same(model):
     p = jax.tree.map(lambda a: a[0], model["layers"])["mlp"]
-    assert layers.padded(p) is p
+    assert fusion.padded(p) is p
     with call.compute_capability(80):
-        wide = layers.padded(p)
+        wide = fusion.padded(p)
         block = exits.fuse(model["exits"], CONFIG)[CONFIG.exits[1].name]["block"]
     assert block["mlp"]["down"].shape[0] == 64
     assert wide["down"].shape[0] == wide["gate"].shape[1] == 64
