@@ -237,6 +237,17 @@ def launch(
     )
 
 
+# Triton has both of these, typed as constants of a kernel.
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up, on the host."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of two that is at least n >= 1, on the host."""
+    return 1 << (n - 1).bit_length()
+
+
 def precision(dtype: Any) -> str:
     """Triton's word for how matrices of a dtype are multiplied: by JAX's own setting,
     `jax_default_matmul_precision`, of which float32 is TF32 on a GPU if nothing is said."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import reprlib
 import subprocess
 import tempfile
 import zlib
@@ -68,7 +69,7 @@ def _found(pattern: str, text: str) -> re.Match[str]:
     """Search what an assembler reads or says; raise ValueError where the pattern is not in it."""
     found = re.search(pattern, text)
     if found is None:
-        raise ValueError(f"nothing matches {pattern!r} in {text!r}")
+        raise ValueError(f"nothing matches {pattern!r} in {reprlib.repr(text)}")
     return found
 
 

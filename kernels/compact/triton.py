@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.kernels import call
+
 ALONE = 4096  # rows that one program splits
 BLOCK = 1024  # of a program among others
 
@@ -64,8 +66,8 @@ def compact(launch, keep):
     n = keep.shape[0]
     keep = keep.astype(jnp.int8)
     many = n > ALONE
-    bn = BLOCK if many else max(16, triton.next_power_of_2(n))
-    blocks = triton.cdiv(n, bn)
+    bn = BLOCK if many else max(16, call.next_power_of_2(n))
+    blocks = call.cdiv(n, bn)
     kept = keep
     if many:
         (kept,) = launch(

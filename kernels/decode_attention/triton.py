@@ -9,9 +9,6 @@ Cached positions are read from the caches, those of this call from k and v, and 
 positions that no program reads: programs may run in any order.
 """
 
-# pyright: reportReturnType=false
-# Triton types what `cdiv` returns on the host as a kernel's constant.
-
 from __future__ import annotations
 
 import jax
@@ -417,9 +414,9 @@ def decode_attention(
         SLOPES=slopes is not None,
         WINDOW=options.window or 0,
         PRECISION=precision,
-        BS=triton.next_power_of_2(spans),
-        BW=triton.next_power_of_2(options.width),
-        BR=triton.next_power_of_2(min(r, options.most)),
+        BS=call.next_power_of_2(spans),
+        BW=call.next_power_of_2(options.width),
+        BR=call.next_power_of_2(min(r, options.most)),
         **own,
     )
     if parts == 1:
@@ -436,7 +433,7 @@ def decode_attention(
         H=h,
         SLOTS=slots,
         PARTS=parts,
-        BP=triton.next_power_of_2(parts),
+        BP=call.next_power_of_2(parts),
         BH=own["BH"],
         warps=4 if parts * h <= 2**13 else 8,
     )
@@ -460,19 +457,19 @@ def sizes(
     """
 
     def least(a):
-        return max(16, triton.next_power_of_2(a))
+        return max(16, call.next_power_of_2(a))
 
     bh, rows = least(h), options.width * g
     bm = min(MOST_ROWS if size == 2 else 16 if exact else MOST_ROWS // 2, least(rows))
     hopper = (call.capability() or 0) >= 90
     tile = HOPPER_TILE if hopper and bm == 16 and size == 2 else TILE
     bn = min(max(16, tile // (bh * size)), 128 // size, least(s))
-    blocks, bo = triton.cdiv(rows, bm), min(16, bn)
+    blocks, bo = call.cdiv(rows, bm), min(16, bn)
     reach = s if options.window is None else min(s, options.window + options.width)
     programs = spans * blocks * n_kv
-    parts = min(PROGRAMS // programs, triton.cdiv(reach, LEAST))
+    parts = min(PROGRAMS // programs, call.cdiv(reach, LEAST))
     if reach > LONG * max(1, parts):
-        parts = max(parts, min(2 * PROGRAMS // programs, triton.cdiv(reach, LONG)))
+        parts = max(parts, min(2 * PROGRAMS // programs, call.cdiv(reach, LONG)))
     wide = bm * bh > 2**13 if size == 2 else exact or bh == 128 or (bm > 16 and bh != 256)
     stages = 1 + (MEMORY - bm * bh * size) // (2 * bn * bh * size)
     return dict(

@@ -9,9 +9,6 @@ Tiles of logits and the steps through d that each takes are one loop and not two
 of the next tile are on their way while one is finished; it takes half as many registers, too.
 """
 
-# pyright: reportArgumentType=false, reportReturnType=false
-# Triton types what `cdiv` returns on the host as a kernel's constant.
-
 from __future__ import annotations
 
 import jax
@@ -237,7 +234,8 @@ def statistics(launch, options: HeadConfidenceOptions, x, scale, bias, table, he
     (n, d), rows, norm = x.shape, table.shape[0], options.norm
     if norm is not None and n > FUSED_ROWS:
         x, norm = norms.norm(x, scale, bias, norm), None
-    own = _blocks(n, d, rows, x.dtype.itemsize) | dict(
+    blocks = _blocks(n, d, rows, x.dtype.itemsize)
+    own = blocks | dict(
         N=n,
         D=d,
         NORM=norm is not None,
@@ -250,29 +248,29 @@ def statistics(launch, options: HeadConfidenceOptions, x, scale, bias, table, he
         TEMPERATURE=float(options.temperature),
         PRECISION=call.precision(x.dtype),
     )
-    programs = triton.cdiv(rows, own["SPAN"])
+    programs = call.cdiv(rows, blocks["SPAN"])
     given = [x if a is None else a for a in (scale, bias, table.astype(x.dtype), head_bias)]
     parts = launch(
         x,
         *given,
         allowed,
         kernel=head_statistics_kernel,
-        grid=(triton.cdiv(n, own["BN"]), programs),
+        grid=(call.cdiv(n, blocks["BN"]), programs),
         out=_results(programs, n),
         **own,
     )
     if programs == 1:
         return LogitStatistics(*(a[0] for a in parts))
-    bn = min(4, triton.next_power_of_2(n))
+    bn = min(4, call.next_power_of_2(n))
     merged = launch(
         *parts,
         kernel=head_merge_kernel,
-        grid=(triton.cdiv(n, bn),),
+        grid=(call.cdiv(n, bn),),
         out=_results(n),
         N=n,
         PARTS=programs,
         BN=bn,
-        BP=triton.next_power_of_2(programs),
+        BP=call.next_power_of_2(programs),
     )
     return LogitStatistics(*merged)
 
@@ -285,18 +283,16 @@ def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
     """
 
     def least(a):
-        return max(16, triton.next_power_of_2(a))
+        return max(16, call.next_power_of_2(a))
 
     bn = min(64, least(n))
-    blocks = triton.cdiv(n, bn)
+    blocks = call.cdiv(n, bn)
     # With a block alone all programs run at once; many are to end at about the same time.
-    programs = PROGRAMS if blocks == 1 else triton.cdiv(4 * PROGRAMS, blocks)
-    span = triton.cdiv(triton.cdiv(rows, programs), LEAST_SPAN) * LEAST_SPAN
+    programs = PROGRAMS if blocks == 1 else call.cdiv(4 * PROGRAMS, blocks)
+    span = call.cdiv(call.cdiv(rows, programs), LEAST_SPAN) * LEAST_SPAN
     bv, width = (64, 256) if bn < 64 else (128 if size == 2 else 64, 128)
     bv, bd = min(bv, least(span)), min(width // size, least(d))
-    return dict(
-        BN=bn, BV=bv, BD=bd, SPAN=span, TILES=triton.cdiv(span, bv), STEPS=triton.cdiv(d, bd)
-    )
+    return dict(BN=bn, BV=bv, BD=bd, SPAN=span, TILES=call.cdiv(span, bv), STEPS=call.cdiv(d, bd))
 
 
 def _results(*shape: int) -> list[jax.ShapeDtypeStruct]:

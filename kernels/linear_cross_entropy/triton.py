@@ -189,8 +189,8 @@ def statistics(
     (n, d), v = h.shape, table.shape[0]
     single = h.dtype == jnp.float32
     bv = reference.tile(options, h.dtype)
-    bn = min(ROWS if d >= WIDE else ROWS // 2, max(16, triton.next_power_of_2(n)))
-    tiles = triton.cdiv(v, bv)
+    bn = min(ROWS if d >= WIDE else ROWS // 2, max(16, call.next_power_of_2(n)))
+    tiles = call.cdiv(v, bv)
     deep = bn == ROWS and call.shared_memory() >= DEEP
     shapes = (tiles, n), (tiles, n), (n,), (n, v) if keep else (1, 1)
     dtypes = jnp.float32, jnp.float32, jnp.float32, h.dtype
@@ -201,7 +201,7 @@ def statistics(
         labels,
         count,
         kernel=statistics_kernel,
-        grid=(triton.cdiv(n, bn) * tiles,),
+        grid=(call.cdiv(n, bn) * tiles,),
         out=list(map(jax.ShapeDtypeStruct, shapes, dtypes)),
         N=n,
         D=d,
@@ -226,7 +226,7 @@ def gradient(launch, options: LossOptions, kept, peaks, lse, rise, own, labels, 
     n, v = kept.shape
     bv = reference.tile(options, kept.dtype)
     bn = ELEMENTS // bv
-    blocks = triton.cdiv(n, bn)
+    blocks = call.cdiv(n, bn)
     sums = (1, 1) if bias is None else (blocks, v)
     g, d_bias = launch(
         kept,
@@ -236,7 +236,7 @@ def gradient(launch, options: LossOptions, kept, peaks, lse, rise, own, labels, 
         own,
         labels,
         kernel=gradient_kernel,
-        grid=(triton.cdiv(v, bv) * blocks,),
+        grid=(call.cdiv(v, bv) * blocks,),
         aliases={0: 0},
         N=n,
         V=v,

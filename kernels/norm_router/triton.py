@@ -11,9 +11,8 @@ largest of them, by which the sums are multiplied at the end.
 Few rows would keep few multiprocessors busy: they are cut along d, and a second kernel adds up.
 """
 
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-# Triton types what `cdiv` returns on the host as a kernel's constant, and jitted functions as such
-# that never return.
+# pyright: reportGeneralTypeIssues=false
+# Triton types jitted functions as such that never return.
 
 from __future__ import annotations
 
@@ -323,23 +322,25 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     """Compute `reference.norm_router` with kernels that `launch` runs."""
     (n, d), r = x.shape, down.shape[1]
     down, up = down.astype(x.dtype), up.astype(x.dtype)
+    # As much of a matrix at a time as is 16 KiB, so that three tiles fit the smallest chip.
+    br = max(16, call.next_power_of_2(r))
+    tile = 2**14 // (br * x.dtype.itemsize)
+    bd = max(16, min(256 // x.dtype.itemsize, tile, call.next_power_of_2(d)))
     own = dict(
         N=n,
         D=d,
         R=r,
-        BR=max(16, triton.next_power_of_2(r)),
+        BR=br,
+        BD=bd,
         LAYER=options.kind == "layernorm",
         BIAS=bias is not None,
         PLUS_ONE=options.plus_one,
         PRECISION=call.precision(x.dtype),
     )
-    # As much of a matrix at a time as is 16 KiB, so that three tiles fit the smallest chip.
-    tile = 2**14 // (own["BR"] * x.dtype.itemsize)
-    own["BD"] = max(16, min(256 // x.dtype.itemsize, tile, triton.next_power_of_2(d)))
     bias = scale if bias is None else bias
     results = [jax.ShapeDtypeStruct((n,), jnp.float32), jax.ShapeDtypeStruct((n,), jnp.int8)]
-    blocks = triton.cdiv(n, 16)
-    if blocks >= BLOCKS or d <= own["BD"]:
+    blocks = call.cdiv(n, 16)
+    if blocks >= BLOCKS or d <= bd:
         own["BN"] = bn = _rows(blocks, own, x.dtype == jnp.float16)
         confidence, leaves = launch(
             x,
@@ -350,16 +351,16 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
             up_bias,
             threshold,
             kernel=norm_router_kernel,
-            grid=(triton.cdiv(n, bn),),
+            grid=(call.cdiv(n, bn),),
             out=results,
             EPS=options.eps,
-            warps=8 if bn > 16 and own["BR"] > 128 else 4,
+            warps=8 if bn > 16 and br > 128 else 4,
             **own,
         )
         return confidence, leaves.astype(bool)
-    cuts = min(MOST_CUTS, triton.cdiv(2 * BLOCKS, blocks), triton.cdiv(d, own["BD"]))
-    span = triton.cdiv(triton.cdiv(d, cuts), own["BD"]) * own["BD"]
-    cuts = triton.cdiv(d, span)
+    cuts = min(MOST_CUTS, call.cdiv(2 * BLOCKS, blocks), call.cdiv(d, bd))
+    span = call.cdiv(call.cdiv(d, cuts), bd) * bd
+    cuts = call.cdiv(d, span)
     shapes = [(cuts, n, r), (cuts, 2, n), (cuts, 2, r)]
     sums = launch(
         x,
@@ -371,17 +372,17 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
         out=[jax.ShapeDtypeStruct(s, jnp.float32) for s in shapes],
         SPAN=span,
         BN=16,
-        warps=8 if own["BR"] > 256 else 4,
+        warps=8 if br > 256 else 4,
         **own,
     )
-    bn = 1 if own["BR"] >= 128 else 128 // own["BR"]
+    bn = 1 if br >= 128 else 128 // br
     confidence, leaves = launch(
         *sums,
         up,
         up_bias,
         threshold,
         kernel=norm_router_end_kernel,
-        grid=(triton.cdiv(n, bn),),
+        grid=(call.cdiv(n, bn),),
         out=results,
         N=n,
         D=d,
@@ -389,7 +390,7 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
         EPS=options.eps,
         CUTS=cuts,
         BN=bn,
-        BR=own["BR"],
+        BR=br,
     )
     return confidence, leaves.astype(bool)
 
