@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, SupportsIndex
 
 from eejax.common.errors import DataError, require
 from eejax.data.loader import Batch, Loader, windows_of
@@ -137,7 +136,7 @@ class _Ahead:
         return self._threads
 
 
-def windows(split: Split, length: int, *, document_masks: bool = False) -> Sequence[Batch]:
+def windows(split: Split, length: int, *, document_masks: bool = False) -> TextWindows:
     """The windows of a split as a random-access source, such as grain's datasets and loaders take.
 
     Element i is window i in the split's own order: a row [t] of each array of a `Loader`'s
@@ -149,25 +148,19 @@ def windows(split: Split, length: int, *, document_masks: bool = False) -> Seque
       IndexError: an element that does not exist.
     """
     require(length > 0, "length", length, "must be > 0")
-    return _Windows(split, length, document_masks)
+    return TextWindows(split, length, document_masks)
 
 
-class _Windows(Sequence[Batch]):
+class TextWindows:
+    """Windows of a split, which `windows` makes."""
+
     def __init__(self, split: Split, length: int, document_masks: bool):
         self._split, self._length, self._masks = split, length, document_masks
 
     def __len__(self) -> int:
         return max(0, len(self._split) - 1) // self._length
 
-    @overload
-    def __getitem__(self, i: int) -> Batch: ...
-
-    @overload
-    def __getitem__(self, i: slice) -> list[Batch]: ...
-
-    def __getitem__(self, i: int | slice) -> Batch | list[Batch]:
-        if isinstance(i, slice):
-            return [self[j] for j in range(len(self))[i]]
+    def __getitem__(self, i: SupportsIndex) -> Batch:
         i = operator.index(i)
         if not 0 <= i < len(self):
             raise IndexError(f"window {i} of {len(self)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from eejax.data.tokenizers import (
     SENTENCEPIECE,
     all_ends,
     begun,
+    cached_property,
     made_again,
     names_of,
     settings_of,
@@ -98,7 +98,7 @@ class SentencePieceTokenizer:
     def __reduce__(self):
         return made_again, (type(self), self.model, self._settings)
 
-    @functools.cached_property
+    @cached_property
     def _bare(self) -> Any:
         """The model without a space before texts."""
         return parse_model(self.model + _BARE)
@@ -107,12 +107,8 @@ class SentencePieceTokenizer:
     def _settings(self) -> dict[str, Any]:
         return settings_of(self) | {"added": self.added, "space": self.space}
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @functools.cached_property
-    def _fingerprint(self) -> str:
         digest = hashlib.sha256(self.model)
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
         if self.added or self.space:
@@ -120,12 +116,8 @@ class SentencePieceTokenizer:
         digest.update(json.dumps(named).encode())
         return f"{SENTENCEPIECE}-{digest.hexdigest()[:16]}"
 
-    @property
+    @cached_property
     def byte_lengths(self) -> np.ndarray:
-        return self._byte_lengths
-
-    @functools.cached_property
-    def _byte_lengths(self) -> np.ndarray:
         return np.array([len(self.token_bytes(i)) for i in range(self.vocab_size)], np.int64)
 
     def token_bytes(self, token: int) -> bytes:
@@ -138,7 +130,7 @@ class SentencePieceTokenizer:
             return bytes([int(piece[3:5], 16)])
         return piece.replace(_SPACE, " ").encode()
 
-    @functools.cached_property
+    @cached_property
     def _has_text(self) -> np.ndarray:
         """[vocab_size] bool."""
         inner, found = self._inner, np.zeros(self.vocab_size, bool)
@@ -168,7 +160,7 @@ class SentencePieceTokenizer:
         utf8(text)
         return self._ids(parts(self._special_tokens, text))
 
-    @functools.cached_property
+    @cached_property
     def _special_tokens(self) -> Splitter:
         from tokenizers import AddedToken
 
@@ -176,7 +168,7 @@ class SentencePieceTokenizer:
         ours = {i: AddedToken(**t) for i, t in self.added.items() if t["special"]}
         return Splitter(own | ours)
 
-    @functools.cached_property
+    @cached_property
     def _text_tokens(self) -> Splitter | None:
         """Return the splitter at added tokens that are text, None where there are none."""
         from tokenizers import AddedToken

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import itertools
 import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +16,11 @@ from eejax.common.errors import DataError, require
 from eejax.data.sources import Document, FieldDocument
 from eejax.data.special import MARK, Splitter, parts
 from eejax.data.streams import PieceStream, TextStream
+
+if TYPE_CHECKING:
+    cached_property = property  # which is what a protocol's property is to a checker
+else:
+    from functools import cached_property
 
 BYTES = "bytes"
 END_OF_TEXT = "<|endoftext|>"
@@ -212,23 +216,15 @@ class JsonTokenizer:
         # The library's object loses settings when it is pickled.
         return made_again, (type(self), self.definition, settings_of(self))
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        return self._fingerprint
-
-    @functools.cached_property
-    def _fingerprint(self) -> str:
         # Of the file's content, which the library's version does not change.
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
         content = json.dumps([json.loads(self.definition), *named], sort_keys=True)
         return "json-" + hashlib.sha256(content.encode()).hexdigest()[:16]
 
-    @property
+    @cached_property
     def byte_lengths(self) -> np.ndarray:
-        return self._byte_lengths
-
-    @functools.cached_property
-    def _byte_lengths(self) -> np.ndarray:
         return np.array([len(self.token_bytes(i)) for i in range(self.vocab_size)], np.int64)
 
     def token_bytes(self, token: int) -> bytes:
@@ -247,32 +243,28 @@ class JsonTokenizer:
         start, first = self._before
         return self.decode([*start, token]).encode()[first:]
 
-    @functools.cached_property
+    @cached_property
     def _added(self) -> dict[int, Any]:
         """Special tokens, as the library has them."""
         return {i: t for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
 
-    @property
+    @cached_property
     def control(self) -> dict[str, int]:
-        return self._control
-
-    @functools.cached_property
-    def _control(self) -> dict[str, int]:
         return {token.content: i for i, token in self._added.items()}
 
-    @functools.cached_property
+    @cached_property
     def _decoders(self) -> set[str]:
         decoder = json.loads(self.definition).get("decoder") or {}
         return {d["type"] for d in (decoder, *decoder.get("decoders", ()))}
 
-    @functools.cached_property
+    @cached_property
     def _before(self) -> tuple[list[int], int]:
         """A piece that has text, and its bytes: decoders drop the space that begins a text."""
         piece = next((i for i in range(self.vocab_size) if self.decode([i]).strip()), None)
         start = [] if piece is None else [piece]
         return start, len(self.decode(start).encode())
 
-    @functools.cached_property
+    @cached_property
     def _with_special(self) -> Any:
         # A second instance, because the setting belongs to the object and engines use threads.
         return _parse(self.definition)
@@ -283,7 +275,7 @@ class JsonTokenizer:
         ids = np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
         return begun(self, ids) if begins else ids
 
-    @functools.cached_property
+    @cached_property
     def _marked(self) -> tuple[Splitter, Any, int]:
         """Return what finds special tokens, and a tokenizer for the text between them.
 
