@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from absl import logging
@@ -32,6 +32,7 @@ from eejax.data import text_behind
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import begun
 from eejax.inference import ExitPolicy, Generator
+from eejax.inference.policy import ExitRules
 from eejax.inference.state import power_of_two
 from eejax.losses.cross_entropy import IGNORE
 
@@ -39,14 +40,6 @@ SHORTEST = 16  # texts are padded to a power of two from here on
 KEPT = 2  # passes that are remembered: one over texts with a continuation, one over whole texts
 MOST = 256  # tokens of a generation, where neither the task nor the caller says
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-
-
-class _ExitRules(NamedTuple):
-    """Exit rules, as `ExitPolicy.make` takes them; by default no token leaves early."""
-
-    threshold: float | Sequence[float] = 1.0
-    exits: Sequence[int] | None = None
-    gate: str = "max_probability"
 
 
 @register_model("eejax")
@@ -120,7 +113,9 @@ class EarlyExitLM(TemplateLM):
 
     def _choose(self, exit, thresholds, gate) -> None:
         exits = list(self.config.exit_boundaries)
-        self._exit, self._rules = len(exits) - 1, _ExitRules()
+        self._threshold: float | Sequence[float] = 1.0
+        self._rules: ExitRules = {}
+        self._exit = len(exits) - 1
         self._layers = self._tokens = 0
         if thresholds is None:
             require(gate is None, "gate", gate, "goes with thresholds alone")
@@ -129,13 +124,15 @@ class EarlyExitLM(TemplateLM):
             require(exit in boundaries, "exit", exit, f"must be one of {boundaries}, in layers")
             if exit != exits[-1]:
                 self._exit = exits.index(exit)
-                self._rules = _ExitRules(0.0, [exit], "fixed")
+                self._threshold, self._rules = 0.0, {"exits": [exit], "gate": "fixed"}
             return
         require(exit is None, "exit", exit, "must be None beside thresholds")
         self._exit = None
-        rules = self._rules = _ExitRules(_numbers(thresholds), gate=gate or "max_probability")
+        self._threshold = _numbers(thresholds)
+        if gate is not None:
+            self._rules = {"gate": gate}
         try:
-            ExitPolicy.make(self.config, 1, rules.threshold, exits=rules.exits, gate=rules.gate)
+            ExitPolicy.make(self.config, 1, self._threshold, **self._rules)
         except ConfigError as error:  # in the words of this class
             raise ConfigError(f"{error}".replace("threshold =", "thresholds =", 1)) from error
 
@@ -238,10 +235,8 @@ class EarlyExitLM(TemplateLM):
             return [(0.0, True)] * n
         scores = self._scores(pieces, disable_tqdm)
         if self._exit is None:
-            rules = self._rules
-            number = calibration.emitting_exits(
-                scores, rules.threshold, rules.exits, gate=rules.gate
-            )
+            gate = self._rules.get("gate", "max_probability")
+            number = calibration.emitting_exits(scores, self._threshold, gate=gate)
         else:
             number = np.full(len(scores), self._exit)
 
@@ -370,10 +365,8 @@ class EarlyExitLM(TemplateLM):
             seed=padded,
             decode_text=tokenizer.decode,
             prefill_exit=True,
-            **settings,
-            threshold=self._rules.threshold,
-            exits=self._rules.exits,
-            gate=self._rules.gate,
+            threshold=self._threshold,
+            **settings | dict(self._rules),
         )
         texts = []
         for row in range(len(rows)):
