@@ -13,7 +13,7 @@ TUNING_SHARE = 0.1
 
 
 Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""Of each token: how often it came, how often its context did, and distinct tokens behind that."""
+"""Counts by token: of the token, of its context, and of distinct tokens behind that context."""
 
 
 class Trigram:

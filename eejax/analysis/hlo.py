@@ -172,7 +172,7 @@ def _closed(text: str) -> int:
 def shape(type_: str) -> tuple[int, ...]:
     """The dimensions of an array's type."""
     if (found := ARRAY.search(type_)) is None:
-        raise ValueError(f"{type_}: is no type of an array")
+        raise ValueError(f"{type_}: must be the type of an array")
     return tuple(int(n) for n in found[2].split(",") if n)
 
 

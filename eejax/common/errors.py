@@ -47,7 +47,7 @@ def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError:
-        raise ConfigError(f"{field} = {value!r}: {allowed}.") from None
+        raise ConfigError(_message(field, value, allowed, "")) from None
 
 
 def require_one_of(field: str, value: Any, choices: tuple) -> None:

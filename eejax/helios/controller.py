@@ -87,7 +87,7 @@ class Controller:
     @property
     def wanted(self) -> ModelDepth:
         """Model and depth that are to serve, once they are loaded."""
-        return self.state.target
+        return self.state.require_wanted()
 
     @property
     def evaluating(self) -> bool:

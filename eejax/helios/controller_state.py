@@ -114,10 +114,9 @@ class ControllerState(FrozenMappings):
         """Shares of tokens by the exit that they would leave by if all were loaded, by model."""
         return self.expected.shares
 
-    @property
-    def target(self) -> ModelDepth:
-        """`wanted`, once the first decision was made (`decisions.begin`)."""
-        assert self.wanted is not None
+    def require_wanted(self) -> ModelDepth:
+        """Return `wanted`, which the first decision sets (`decisions.begin`)."""
+        assert self.wanted is not None, "no decision was made yet"
         return self.wanted
 
     def serves(self, model: str) -> bool:

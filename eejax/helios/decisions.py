@@ -131,7 +131,7 @@ def breach(state: ControllerState, time: float, seen: float) -> Transition:
     """
     state = state.replaced(window=breach_window.clear(state.window))
     current = state.current
-    assert current is not None  # whose tokens were counted
+    assert current is not None  # a breach is one of a model that serves
     exits = state.rules.profiles[current.model].exits
     if current.depth == exits:  # nothing is below its threshold but at the end
         return Transition(state)
@@ -169,7 +169,7 @@ def give_up(state: ControllerState, time: float, model: str, why: str) -> Transi
         serving=None if state.serving == model else state.serving,
         plan=tuple(seen for seen in state.plan if seen.model != model),
     )
-    if state.target.model != model:
+    if state.require_wanted().model != model:
         return Transition(state, warning=warning)
     why = f"{model}: {why}"
     if state.plan:

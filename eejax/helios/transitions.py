@@ -48,7 +48,7 @@ def prompt_arrived(state: ControllerState, time: float) -> Transition:
         state = prospects.fix_interval(state)
         due = state.prompts > prospects.interval(state) and state.wanted == state.current
         outcome = decisions.assess(state, time) if due else Transition(state)
-    choice = outcome.state.current or outcome.state.target
+    choice = outcome.state.current or outcome.state.require_wanted()
     return outcome._replace(assignment=Assignment(choice, False))
 
 

@@ -150,6 +150,16 @@ class ExitConfig:
         return f"exit_{self.boundary}"
 
 
+if TYPE_CHECKING:
+
+    class _Derived:
+        """A field that takes None and reads as the number that follows from other fields."""
+
+        def __get__(self, config: object, owner: object) -> int: ...
+
+        def __set__(self, config: object, value: int | None) -> None: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer with early exits.
@@ -182,11 +192,11 @@ class ModelConfig:
     d_model: int
     n_heads: int
     context_length: int
-    if TYPE_CHECKING:  # whoever reads them finds numbers
-        n_kv_heads: int = 0
-        head_dim: int = 0
-        d_ff: int = 0
-    else:  # None until `__post_init__` derives them
+    if TYPE_CHECKING:
+        n_kv_heads: _Derived = _Derived()
+        head_dim: _Derived = _Derived()
+        d_ff: _Derived = _Derived()
+    else:  # `__post_init__` derives those that are None
         n_kv_heads: int | None = None
         head_dim: int | None = None
         d_ff: int | None = None

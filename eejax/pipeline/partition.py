@@ -33,7 +33,7 @@ class ExitPlace(NamedTuple):
 class Partition:
     """`layers[i]`: number of layers of stage i, all that are run, in order.
 
-    `which`: the exits with a loss, by default all; the layers end at the deepest of them.
+    `which`: the exits with a loss, all of them where it is empty; the layers end at the deepest.
     `placement` says where an exit between two stages is computed: at the beginning of the "later"
     (optimization 2 of EE-LLM's Table 1) or the end of the "earlier".
     """

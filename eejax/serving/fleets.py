@@ -248,7 +248,7 @@ def built(
         allowed = "must have a score of perplexity, of a task that all models were scored on"
         require(known or not perplexity, "quality", aims.quality, allowed, "Or take best or judge.")
     elif source.kind == "judge":
-        assert reference is not None  # which judges
+        assert reference is not None  # `built` loads a judge's reference
         profiles, reference.least = with_ratios(profiles)
     known = evaluated(repository, profiles, source, scores, reference)
     repository = with_profiles(repository, profiles)

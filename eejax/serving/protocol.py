@@ -41,7 +41,7 @@ Nullable = Annotated[T, OrDefault()]
 
 
 class OneOf:
-    """Metadata of a text that must be one of some."""
+    """Metadata of a field that must be one of several texts."""
 
     def __init__(self, *texts: str):
         self._texts = texts

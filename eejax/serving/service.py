@@ -167,7 +167,7 @@ class Service:
 
     @property
     def max_requests(self) -> int:
-        """Most requests at a time."""
+        """Most requests at a time. Raises EngineUnavailable where no engine was ready yet."""
         slots = self.require_ready().slots if self.report is None else self.report.slots
         return slots + self.options.waiting
 
@@ -360,7 +360,7 @@ class Service:
         while True:
             began = self._clock()
             engine = self._engine
-            assert engine is not None  # which was launched
+            assert engine is not None  # `_launch` set it
             await self._end_of(engine)
             self._engine = None
             if self.state != DRAINING:

@@ -292,7 +292,7 @@ def _sendable(error: Exception | None) -> Exception | None:
     try:
         pickle.loads(pickle.dumps(error))
         return error
-    except Exception:
+    except Exception:  # whatever the error's own class raises on its way
         return RuntimeError(f"process 0: {type(error).__name__}: {error}")
 
 

@@ -68,7 +68,7 @@ def put_batch(
         shape = (rows * count, *value.shape[1:])
 
         def part(where: tuple[slice, ...] | None) -> np.ndarray:
-            assert where is not None  # of an array of numbers
+            assert where is not None  # JAX passes an index for every shard
             start, stop, _ = where[0].indices(shape[0])
             return value[start - first : stop - first]
 
