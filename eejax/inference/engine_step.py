@@ -278,7 +278,9 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
     above = state.waiting[e] if e < n else top
     branches = SegmentBranches(runner, state, e, below)
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
-    if n == 0 and not prompts:  # whoever is not finished goes on, and a conditional takes time
+    # A slot that is not finished always goes on, and a conditional takes time.
+    always = slots == 1 and state.pending.input_token.shape[1] == 1
+    if e == 0 and not prompts and (n == 0 or always):
         ready = demand.ready.astype(jnp.int32)
         batch = SegmentBatch(jnp.int32(IN_PLACE), ready, None, jnp.int32(0))
         pending, above, kvs, block = branches.in_place(ready, *carry)
