@@ -96,14 +96,18 @@ def interpreted():
 
 @pytest.fixture(scope="session")
 def for_cuda() -> dict[str, str]:
-    """An environment in which programs can be lowered for CUDA: JAX's CUDA plugin lies apart from
-    other packages, as JAX would try to start it wherever it found it."""
+    """An environment in which programs can be lowered for CUDA, and scripts find `tests/support`.
+
+    JAX's CUDA plugin lies apart from other packages, as JAX would try to start it wherever it found
+    it.
+    """
     folder = pathlib.Path(sys.prefix) / "lowering"
     if not folder.is_dir():
         pytest.skip(f"needs JAX's CUDA plugin in {folder}, where `make env` puts it")
     own = ("TRITON_INTERPRET", "XLA_FLAGS")
     environment = {k: v for k, v in os.environ.items() if k not in own}
-    paths = [str(folder), environment.get("PYTHONPATH")]
+    support = pathlib.Path(__file__).parent / "support"
+    paths = [str(folder), str(support), environment.get("PYTHONPATH")]
     return environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 

@@ -241,7 +241,7 @@ def compare(runs: dict[str, list[Losses]]) -> list[dict]:
     Ratios are taken seed by seed: runs of one seed share their beginning and their text, so that
     much of what the seed decides cancels.
     """
-    from eejax.analysis.convergence import SeedSpread, falls
+    from eejax.experiments.reproduce.loss_curves import SeedSpread, falls
 
     rows = []
     for variant, seeds in runs.items():
@@ -284,7 +284,7 @@ def pace(
       The largest difference of the shares of the whole fall, from the first part to the last one,
       that lie behind both curves at the same time; None where one of them does not fall.
     """
-    from eejax.analysis.convergence import bin_means
+    from eejax.experiments.reproduce.loss_curves import bin_means
 
     curves = [bin_means(values, bins).mean(0) for values in (losses, standard)]
     if any(curve[0] <= curve[-1] for curve in curves):
@@ -296,7 +296,7 @@ def pace(
 
 def judge(rows: list[dict]) -> list[dict]:
     """The claims, each with a line that says what was found and whether it `holds`."""
-    from eejax.analysis.convergence import SeedSpread
+    from eejax.experiments.reproduce.loss_curves import SeedSpread
 
     def named(wrong):
         return ", ".join(f"{row['variant']} {row['exit']}" for row in wrong)
@@ -329,8 +329,8 @@ COMPARED = ("fig6_tied", "fig6_own")  # with the standard model, in the paper's 
 
 def findings(rows: list[dict]) -> list[dict]:
     """Findings about the paper's Figures 6 and 11. The curves' values are in its pictures only."""
-    from eejax.analysis.convergence import SeedSpread
     from eejax.experiments.reproduce.catalogue import finding
+    from eejax.experiments.reproduce.loss_curves import SeedSpread
 
     scale = f"0.1M parameters, {LAYERS} layers, bytes of Python's library, 2 cores"
     found = []
@@ -426,7 +426,7 @@ def stacked(seeds: list[Losses]) -> dict[str, np.ndarray]:
 
 def curves(runs: dict[str, list[Losses]]) -> dict:
     """Return [seeds, bins], mean training losses of consecutive parts of a run."""
-    from eejax.analysis.convergence import bin_means
+    from eejax.experiments.reproduce.loss_curves import bin_means
 
     return {
         variant: {name: bin_means(a, BINS).tolist() for name, a in stacked(seeds).items()}
@@ -437,7 +437,7 @@ def curves(runs: dict[str, list[Losses]]) -> dict:
 def draw(workdir: pathlib.Path, runs: dict[str, list[Losses]], tokens_per_step: int):
     """Draw fig6.png and fig11.png, a panel for each variant that is named after it."""
     from eejax import analysis
-    from eejax.analysis.convergence import training_curves
+    from eejax.experiments.reproduce.loss_curves import training_curves
 
     drawn = []
     for name in ("fig6", "fig11"):
@@ -454,7 +454,7 @@ def draw(workdir: pathlib.Path, runs: dict[str, list[Losses]], tokens_per_step: 
 
 def show(rows: list[dict], verdicts: list[dict]) -> None:
     from eejax import analysis
-    from eejax.analysis.convergence import SeedSpread
+    from eejax.experiments.reproduce.loss_curves import SeedSpread
 
     header = ["variant", "exit", "held-out loss (seeds)", "times standard's (seeds)", "falls"]
     cells = [

@@ -121,7 +121,7 @@ def agreeing(table: dict) -> list[dict]:
 
 def page_of(table3: Sequence[dict], table4: dict) -> str:
     """Both as a page of HTML, with colors."""
-    from eejax.analysis.texts import exit_text, page, predictions
+    from eejax.experiments.reproduce.exit_texts import exit_text, page, predictions
 
     boundaries, parts = table4["boundaries"], []
     for text in table3:
@@ -148,7 +148,7 @@ def page_of(table3: Sequence[dict], table4: dict) -> str:
 
 def show(table3: Sequence[dict], table4: dict) -> None:
     from eejax import analysis
-    from eejax.analysis.texts import marked, visible
+    from eejax.experiments.reproduce.exit_texts import marked, visible
 
     boundaries = table4["boundaries"]
     for text in table3:

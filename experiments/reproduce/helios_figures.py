@@ -85,7 +85,7 @@ def by_layer(rows: Sequence[Mapping[str, Any]]):
 
 def exits_by_task(rows: Sequence[Mapping[str, Any]]):
     """Figures 7 and 11a: shares of tokens by exit."""
-    from eejax.analysis.bars import grouped_bars
+    from eejax.experiments.reproduce.bars import grouped_bars
 
     tasks = [*dict.fromkeys(row["task"] for row in rows)]
     panels = {}
@@ -121,7 +121,7 @@ def unchanged(rows: Sequence[Mapping[str, Any]]):
 
 def complementary(own: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]):
     """Figures 9 and 11b: one model's tokens, and those past its first exit in the other model."""
-    from eejax.analysis.bars import grouped_bars
+    from eejax.experiments.reproduce.bars import grouped_bars
 
     panels = {}
     for row in rows:
@@ -136,7 +136,7 @@ def complementary(own: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
 
 def requests(rows: Sequence[Mapping[str, Any]]):
     """Figure 15: requests at a time over those of the whole model."""
-    from eejax.analysis.bars import grouped_bars
+    from eejax.experiments.reproduce.bars import grouped_bars
 
     ones = [1.0 for _ in rows]
     ratios = [row["ratio"] for row in rows]

@@ -17,7 +17,7 @@ SCORES = {
 
 def draw(out: pathlib.Path, found: Sequence[dict], full: dict, stages: int) -> list[pathlib.Path]:
     from eejax import analysis
-    from eejax.analysis.speeds import scores_against_speed
+    from eejax.experiments.reproduce.scores_against_speed import scores_against_speed
 
     def values(row):
         return {k: row[k] for k in SCORES} | {"accuracy": row["accuracy"]["score"]}
@@ -48,7 +48,7 @@ def draw(out: pathlib.Path, found: Sequence[dict], full: dict, stages: int) -> l
 def draw_tasks(out: pathlib.Path, tasks: dict[str, list[dict]]) -> pathlib.Path:
     """Figure 8's tasks, a curve each."""
     from eejax import analysis
-    from eejax.analysis.speeds import scores_against_speed
+    from eejax.experiments.reproduce.scores_against_speed import scores_against_speed
 
     curves = {
         f"{inference_tasks.TASKS[name].title}, {inference_tasks.TASKS[name].metric}": [

@@ -114,8 +114,8 @@ def gradients() -> Iterator[Finding]:
     """Eq. (1), Eq. (2), Proposition 3.1, tied parameters and schedules."""
     import jax
 
+    from eejax.experiments.reproduce import pipeline_oracle as oracle
     from eejax.models import exits, transformer
-    from eejax.pipeline import oracle
     from eejax.pipeline.partition import partition
 
     batch = batch_of(12)
@@ -165,8 +165,8 @@ def architectures() -> Iterator[Finding]:
     """Figure 1 and section 2: exits of every kind at every layer."""
     import jax
 
+    from eejax.experiments.reproduce import pipeline_oracle as oracle
     from eejax.models import exits, params, transformer
-    from eejax.pipeline import oracle
     from eejax.pipeline.partition import partition
 
     batch = batch_of(4)

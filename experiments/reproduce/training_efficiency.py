@@ -273,8 +273,8 @@ def filling(name: str, gpu: megatron.Gpu, microbatches: int = 16) -> list[dict]:
 
 def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
     from eejax import analysis
-    from eejax.analysis.bars import grouped_bars
     from eejax.analysis.gantt import gantt
+    from eejax.experiments.reproduce.bars import grouped_bars
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.schedule_fill import filled

@@ -4,7 +4,7 @@ import pytest
 from matplotlib.image import imread
 
 from eejax.analysis import save
-from eejax.analysis.bars import grouped_bars
+from eejax.experiments.reproduce.bars import grouped_bars
 
 
 def test_grouped_bars(tmp_path):

@@ -2,7 +2,7 @@
 
 import html.parser
 
-from eejax.analysis.texts import exit_text, marked, page, predictions, visible
+from eejax.experiments.reproduce.exit_texts import exit_text, marked, page, predictions, visible
 
 
 class Reader(html.parser.HTMLParser):

@@ -13,8 +13,8 @@ from launchers import functions_of
 from matplotlib.colors import to_hex
 from matplotlib.image import imread
 
-from eejax.analysis.convergence import SeedSpread, bin_means, falls, training_curves
 from eejax.analysis.plots import ACCENT
+from eejax.experiments.reproduce.loss_curves import SeedSpread, bin_means, falls, training_curves
 from eejax.models import params
 from eejax.train.metrics import METRICS, read_metrics
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from eejax.analysis.speeds import scores_against_speed
+from eejax.experiments.reproduce.scores_against_speed import scores_against_speed
 
 
 def points(n, measured=False):

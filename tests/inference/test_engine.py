@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from near_ties import TIE
+from scripted import ScriptedEngine
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
@@ -20,7 +21,6 @@ from eejax.inference.options import ENGINES
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.scripted import ScriptedEngine
 from eejax.inference.state import RequestRows
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh

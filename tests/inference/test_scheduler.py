@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from adding import add
 from near_ties import TIE
+from scripted import ScriptedEngine
 
 from eejax.common.errors import ConfigError
 from eejax.inference import Generator
@@ -19,7 +20,6 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler
-from eejax.inference.scripted import ScriptedEngine
 from eejax.models.config import ExitConfig, ModelConfig
 
 CONFIG = ModelConfig(

@@ -417,7 +417,8 @@ def test_a_dtype_without_a_kernel_is_the_references_with_a_warning(interpreted):
 LOWERED = """
 import json, re, sys
 import jax, jax.numpy as jnp
-from eejax.kernels import call, compiled
+import compiled_kernels as compiled
+from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy.api import linear_cross_entropy
 from eejax.kernels.linear_cross_entropy.reference import LossOptions
 

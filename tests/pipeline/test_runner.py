@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from pipelines import T, batch_of, compare, placed
 
 from eejax.common.errors import ConfigError
+from eejax.experiments.reproduce import pipeline_oracle as oracle
 from eejax.losses import LossObjective
 from eejax.losses.multi_exit import multi_exit_loss
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.pipeline import forward, oracle, runner, schedule
+from eejax.pipeline import forward, runner, schedule
 from eejax.pipeline.layout import StageLayout
 from eejax.pipeline.partition import BALANCED, EVEN, partition
 from eejax.pipeline.stage import Pipeline

@@ -10,9 +10,8 @@ import importlib
 import json
 import sys
 
+import compiled_kernels as compiled
 import jax
-
-from eejax.kernels import compiled
 
 
 def main(op: str, *given: str) -> None:

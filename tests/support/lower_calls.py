@@ -10,9 +10,10 @@ import importlib
 import json
 import re
 
+import compiled_kernels as compiled
 import jax
 
-from eejax.kernels import call, compiled
+from eejax.kernels import call
 
 FORMS = {"ffi": contextlib.nullcontext, "legacy": call.legacy_calls}
 

@@ -14,6 +14,7 @@ import collections  # noqa: E402
 import json  # noqa: E402
 from functools import partial  # noqa: E402
 
+import compiled_kernels as compiled  # noqa: E402
 import jax  # noqa: E402
 import numpy as np  # noqa: E402
 
@@ -23,7 +24,6 @@ from eejax.inference.policy import ExitPolicy  # noqa: E402
 from eejax.inference.sampling import SamplingParams  # noqa: E402
 from eejax.inference.state import RequestRows, blank  # noqa: E402
 from eejax.inference.weights import prepare  # noqa: E402
-from eejax.kernels import compiled  # noqa: E402
 from eejax.models import params  # noqa: E402
 from eejax.models.config import ExitConfig, ModelConfig  # noqa: E402
 from eejax.sharding.mesh import MeshConfig, known_mesh  # noqa: E402

@@ -14,13 +14,13 @@ import jax
 import numpy as np
 import uvicorn
 from controlled import controller_with
+from scripted import ScriptedEngine
 
 from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer, Tokenizer
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.pool import FleetMember
 from eejax.inference.options import EngineOptions
-from eejax.inference.scripted import ScriptedEngine
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import fleets
