@@ -10,7 +10,7 @@ import importlib.util
 import sys
 
 import eejax
-from eejax.experiments import interrupts
+from eejax.experiments import closed_output, interrupts
 
 # The module in eejax.experiments and its line of `eejax --help`, by command.
 COMMANDS = {
@@ -62,6 +62,7 @@ COMMANDS = {
 HELP = ("help", "-h", "-help", "--help")
 
 
+@closed_output.ends_quietly()
 def main() -> None:
     """Run the launcher that the command line names."""
     interrupts.install()

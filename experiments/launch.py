@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from eejax.common.errors import CheckpointError, ConfigError, DataError, remedy
 from eejax.experiments import (
+    closed_output,
     config_errors,
     config_files,
     gpu_settings,
@@ -72,7 +73,7 @@ def run(
     With `positional`, `main` takes a list: the arguments that are not flags. Else they are refused.
 
     Exit status: that of `main`, 1 after an error that the message names, 130 after Ctrl-C, which
-    prints `interrupted`.
+    prints `interrupted`, 1 without a message where nobody reads standard output any more.
     """
     interrupts.install()
     gpu_settings.apply()
@@ -95,9 +96,8 @@ def run(
                 main(*([argv[1:]] if positional else []))
             if told := library_logs.report():
                 say(f"done, though a library failed on the way.{told}")
-        except BrokenPipeError:  # who read the output has enough of it: `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
+        except BrokenPipeError:
+            raise
         except (KeyboardInterrupt, Exception) as error:
             if interrupts.came_of_one(error):
                 _interrupted(interrupted)
@@ -107,7 +107,8 @@ def run(
                 _end(error, traceback.format_exc())
             raise
 
-    app.run(guarded, flags_parser=_parse)
+    with closed_output.ends_quietly():
+        app.run(guarded, flags_parser=_parse)
 
 
 def _join() -> None:
@@ -237,6 +238,8 @@ def _parse(argv: list[str]) -> list[str]:
         if file is not None:
             _check_result(file)
         return rest
+    except BrokenPipeError:  # of --help
+        raise
     except Exception as error:
         if file is not None and (told := config_errors.located(error, file)):
             sys.exit(f"error: {told}")

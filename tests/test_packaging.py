@@ -82,6 +82,47 @@ def test_an_unknown_command_names_the_near_ones(given, near, monkeypatch, capsys
     assert status.endswith("`eejax --help` lists all commands.") and out == ""
 
 
+def unread(*arguments, unbuffered=""):
+    """Return what Python writes to stderr, and its status, where nobody reads its output."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-P", *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": unbuffered},
+    )
+    os.close(write)
+    return done.stderr, done.returncode
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    "module, arguments",
+    [
+        ("eejax", ["--help"]),
+        ("eejax", ["bench"]),
+        ("eejax", ["generate", "--help"]),
+        ("eejax", ["describe", "--config=tiny"]),
+        ("eejax.experiments.plan", ["--helpfull"]),
+    ],
+)
+def test_a_command_whose_output_is_closed_ends_quietly(module, arguments, unbuffered):
+    error, status = unread("-m", module, *arguments, unbuffered=unbuffered)
+    assert error == b"" and status in (0, 1)  # 0 where all was written before it was flushed
+
+
+def test_an_error_is_told_though_the_output_is_closed():
+    program = (
+        "import sys\n"
+        "from eejax.experiments import closed_output\n"
+        "with closed_output.ends_quietly():\n"
+        "    print('text')\n"
+        "    sys.exit('error: said')\n"
+    )
+    assert unread("-c", program) == (b"error: said\n", 1)
+
+
 def test_a_word_like_no_command(monkeypatch, capsys):
     status, _ = run(monkeypatch, capsys, "xyzzy", "--flag")
     assert status == "error: there is no command 'xyzzy'. `eejax --help` lists all commands."

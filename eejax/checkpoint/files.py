@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import pathlib
 from collections.abc import Iterator
+
+from filelock import FileLock, Timeout
 
 from eejax.common.errors import ConfigError, remedy
 
@@ -39,20 +40,20 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
     same checkpoints and remove each other's.
     """
     path = pathlib.Path(folder) / LOCK
-    with open(path, "a+", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            raise ConfigError(
-                f"workdir = {os.fspath(folder)!r} is in use by process {file.read().strip()}: "
-                "wait for its end, or give another workdir."
-            ) from None
+    lock = FileLock(path, timeout=0, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(
+            f"workdir = {os.fspath(folder)!r} is in use by process {path.read_text().strip()}: "
+            "wait for its end, or give another workdir."
+        ) from None
+    try:
         with naming(path):
-            file.truncate(0)
-            file.write(f"{os.getpid()}\n")
-            file.flush()
+            path.write_text(f"{os.getpid()}\n")
         yield
+    finally:
+        lock.release()
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 Tree = Any
 
@@ -37,20 +38,10 @@ def split(tree: Tree, chosen: Callable[[str], bool]) -> tuple[Tree, Tree]:
 
     Either keeps the dicts that hold something. What is not a dict is a leaf.
     """
-    parts: tuple[Tree, Tree] = {}, {}
-
-    def visit(node: Tree, path: tuple[str, ...]) -> None:
-        if isinstance(node, dict):
-            for key, value in node.items():
-                visit(value, (*path, key))
-            return
-        place = parts[0 if chosen("/".join(path)) else 1]
-        for key in path[:-1]:
-            place = place.setdefault(key, {})
-        place[path[-1]] = node
-
-    visit(tree, ())
-    return parts
+    leaves = flatten_dict(tree)
+    first = {path: leaf for path, leaf in leaves.items() if chosen("/".join(path))}
+    rest = {path: leaf for path, leaf in leaves.items() if path not in first}
+    return unflatten_dict(first), unflatten_dict(rest)
 
 
 def join(a: Tree, b: Tree) -> Tree:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import shutil
@@ -26,6 +25,7 @@ from typing import Any
 
 import numpy as np
 from absl import logging
+from filelock import FileLock, Timeout
 
 from eejax.common.errors import DataError
 from eejax.data.workers import RECORD, Encoded
@@ -61,8 +61,7 @@ def hold(folder: str, finished: Callable[[], bool]) -> Iterator[PackingFolder | 
 
     Waits for a process that has it. What was committed stays when this is left by an error.
     """
-    lock = _wait(folder)
-    try:
+    with _wait(folder):
         if finished():
             _remove(folder)
             yield None
@@ -74,8 +73,6 @@ def hold(folder: str, finished: Callable[[], bool]) -> Iterator[PackingFolder | 
             work.close()
             if finished() or not os.path.exists(work.path(_COMMIT)):
                 _remove(folder)
-    finally:
-        os.close(lock)
 
 
 class PackingFolder:
@@ -247,55 +244,29 @@ def remove_stale(root: str) -> None:
         if entry.name.startswith(_REMOVED):  # by a process that was killed over it
             shutil.rmtree(entry.path, ignore_errors=True)
         elif entry.name.startswith(PREFIX):
-            with contextlib.suppress(OSError):  # its owner is finishing
+            with contextlib.suppress(OSError):  # its owner is at work, or finishing
                 newest = max(map(os.path.getmtime, _with_files(entry.path)))
                 done = os.path.isdir(os.path.join(root, entry.name.removeprefix(PREFIX)))
                 if done or time.time() - newest > STALE_SECONDS:
-                    _remove_unheld(entry.path)
+                    with _lock(entry.path).acquire(0):
+                        _remove(entry.path)
 
 
-def _wait(folder: str) -> int:
+def _wait(folder: str) -> contextlib.AbstractContextManager[FileLock]:
     """The held lock of a working folder, which is made if it is not there."""
-    begin, said = time.monotonic(), False
+    lock, seconds = _lock(folder), _SAY_SECONDS
     while True:
-        try:
-            with naming(folder):
-                os.makedirs(folder, exist_ok=True)
-                if (lock := _try(folder)) is not None:
-                    return lock
-        except DataError as error:
-            if not isinstance(error.__cause__, FileNotFoundError):  # removed this moment
-                raise
-        if not said and time.monotonic() - begin > _SAY_SECONDS:
-            logging.warning("another process is packing the same text in %s: waiting", folder)
-            said = True
-        time.sleep(_POLL_SECONDS)
+        with naming(folder), contextlib.suppress(FileNotFoundError):  # removed this moment
+            os.makedirs(folder, exist_ok=True)
+            try:
+                return lock.acquire(seconds, poll_interval=_POLL_SECONDS)
+            except Timeout:
+                logging.warning("another process is packing the same text in %s: waiting", folder)
+                seconds = -1.0  # for ever
 
 
-def _try(folder: str) -> int | None:
-    """The lock of a working folder, or None where another process has it."""
-    path = os.path.join(folder, _LOCK)
-    lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The last owner may have removed the folder between opening and locking.
-        if os.path.samestat(os.fstat(lock), os.stat(path)):
-            return lock
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    except BaseException:
-        os.close(lock)
-        raise
-    os.close(lock)
-    return None
-
-
-def _remove_unheld(folder: str) -> None:
-    if (lock := _try(folder)) is not None:
-        try:
-            _remove(folder)
-        finally:
-            os.close(lock)
+def _lock(folder: str) -> FileLock:
+    return FileLock(os.path.join(folder, _LOCK), fallback_to_soft=False)
 
 
 def _remove(folder: str) -> None:

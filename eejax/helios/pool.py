@@ -22,18 +22,28 @@ from eejax.inference import capacity
 from eejax.inference.deepening import on_host
 from eejax.inference.options import EngineOptions
 from eejax.inference.partial import PartialModel
-from eejax.inference.policy import ExitPolicy
+from eejax.inference.policy import ExitPolicy, ExitRules
 from eejax.inference.request import EngineRequest, RequestOutput, Token
 from eejax.models.config import ModelConfig
 
 
+class MemberRules(ExitRules, total=False):
+    """Arguments of `ExitPolicy.make` by which a member's tokens leave.
+
+    Attributes:
+      threshold: one number, or one per exit; 1 by default, with which none leaves early.
+    """
+
+    threshold: float | Sequence[float] | np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class FleetMember:
-    """A model of a fleet. rules: arguments of `ExitPolicy.make`, by which its tokens leave."""
+    """A model of a fleet, and the rules by which its tokens leave."""
 
     params: Tree = dataclasses.field(repr=False)
     config: ModelConfig
-    rules: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    rules: MemberRules = dataclasses.field(default_factory=MemberRules)
     options: EngineOptions = EngineOptions()
 
     def ready(self) -> FleetMember:
@@ -225,7 +235,8 @@ class FleetPool:
         if job.objective == "accuracy":
             level = STRICTEST
         job.thresholds = np.array([stricter(float(t), level) for t in given])
-        return ExitPolicy.make(member.config, 1, **{**member.rules, "threshold": job.thresholds})
+        rules: MemberRules = {**member.rules, "threshold": job.thresholds}
+        return ExitPolicy.make(member.config, 1, **rules)
 
     def step(self, model: str) -> list[RequestOutput]:
         """Run the steps of a call of a model, and count its energy if there was anything to do."""

@@ -19,7 +19,7 @@ from eejax.common.progress import LOG
 from eejax.common.trees import nbytes
 from eejax.helios.choices import ModelProfile
 from eejax.helios.energy import layer_flops, segment_rows, token_work
-from eejax.helios.pool import FleetMember
+from eejax.helios.pool import FleetMember, MemberRules
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
@@ -87,7 +87,8 @@ def measure(
         return np.maximum(np.diff([0.0, *values]), 0.0)
 
     scores = calibration.score(member.params, member.config, batches)
-    rules = {k: v for k, v in member.rules.items() if k != "prefill_exit"}  # of prompts alone
+    rules: dict[str, Any] = {**member.rules}
+    rules.pop("prefill_exit", None)  # of prompts alone
     threshold = rules.pop("threshold", 1.0)
     leaves = calibration.emitting_exits(scores, threshold, **rules)
     same = scores.tokens == scores.tokens[-1]
@@ -184,7 +185,7 @@ class _Depth:
         clock,
         loaded=0.0,
         filled=0.0,
-        rules: Mapping[str, Any] | None = None,
+        rules: MemberRules | None = None,
     ):
         self.loaded, self.filled, self.slots = loaded, filled, part.engine.slots
         self.state = nbytes(part.scheduler.state)
@@ -192,8 +193,7 @@ class _Depth:
         for id_ in [*scheduler.running, *scheduler.waiting]:
             scheduler.abort(id_)
         part.run()
-        given: dict[str, Any] = dict(rules or {})
-        policy = ExitPolicy.make(config, 1, **given)
+        policy = ExitPolicy.make(config, 1, **(rules or MemberRules()))
         slots, room, left = part.engine.slots, part.engine.context, np.zeros(config.n_exits + 1)
         count, decoded, begun = 0, None, set()
         self.exits: dict[str, list[int]] = {}

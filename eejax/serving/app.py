@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.middleware.body_limit import RequestBodyLimitMiddleware
 
 import eejax
 from eejax.common.errors import ConfigError, DataError
@@ -18,6 +19,7 @@ from eejax.serving.http import (
     ModelServer,
     RequestGuard,
     api_error,
+    body_too_large,
     validation_error,
 )
 from eejax.serving.metrics import ServerMetrics
@@ -57,6 +59,8 @@ def app(
 
     @api.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
+        if error.status_code == 413:  # of the middleware that counts bodies
+            return body_too_large(options.body).response
         message = str(error.detail)
         if message == "There was an error parsing the body":
             message = "the body cannot be read as JSON in UTF-8."
@@ -68,5 +72,6 @@ def app(
     async def invalid(_: Request, error: RequestValidationError) -> Response:
         return validation_error(error.errors()).response
 
-    api.add_middleware(RequestGuard, server=server)
+    api.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.body)
+    api.add_middleware(RequestGuard, server=server)  # the last one added is the first asked
     return api

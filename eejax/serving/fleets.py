@@ -128,7 +128,7 @@ class ServedFleet:
                 raise ConfigError(f"thresholds of {name!r}: {error}") from error
             options = batch_options(model.config, self.chunk)
             params = jax.device_get(model.params)
-            members[name] = FleetMember(params, model.config, dict(threshold=threshold), options)
+            members[name] = FleetMember(params, model.config, {"threshold": threshold}, options)
         first = next(iter(opened.values()))
         return built(
             members,

@@ -322,8 +322,17 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
 NAMES = {*form.ChatMessage.model_fields, *form.StreamOptions.model_fields}
 
 
+def body_too_large(most: int) -> APIError:
+    """Return the error of a body of more than `most` bytes."""
+    return APIError(413, f"the body is larger than {most} bytes", code="body_too_large")
+
+
 class RequestGuard:
-    """Middleware that checks each request's id, key and size, and the number of requests."""
+    """Middleware that gives each request an id and refuses those that may not be answered.
+
+    It checks keys, the number of requests, and the headers. Bodies that do not tell their length
+    are counted behind it.
+    """
 
     OPEN = ("/", "/dashboard", "/health", "/version", "/metrics", "/openapi.json")
 
@@ -338,12 +347,10 @@ class RequestGuard:
         given = headers.get(b"x-request-id", b"")
         plain = 0 < len(given) <= 128 and all(33 <= c < 127 for c in given)
         header_id = given if plain else uuid.uuid4().hex.encode()
-        over = begun = False
+        begun = False
 
         async def named(message: Message) -> None:
             nonlocal begun
-            if over:  # what is made of a body that was cut off is no answer
-                return
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", header_id)]
                 begun = True
@@ -354,30 +361,13 @@ class RequestGuard:
             return await self._inner(scope, receive, named)
         if (refused := self._refused(headers)) is not None:
             return await refused.response(scope, receive, named)
-        most, seen = self._options.body, 0
-
-        async def limited() -> Message:
-            nonlocal seen, over
-            message = await receive()
-            seen += len(message.get("body", b""))
-            over = over or seen > most
-            return {"type": "http.disconnect"} if over else message
-
         with self._server.answering():
             try:
-                await self._inner(scope, limited, named)
+                await self._inner(scope, receive, named)
             except Exception as error:
                 message = api_error(error)  # which logs it
-                if not begun and not over:
+                if not begun:
                     await message.response(scope, receive, named)
-            if over:
-                over = False
-                await self._large.response(scope, receive, named)
-
-    @property
-    def _large(self) -> APIError:
-        most = self._options.body
-        return APIError(413, f"the body is larger than {most} bytes", code="body_too_large")
 
     def _refused(self, headers: Mapping[bytes, bytes]) -> APIError | None:
         if self._keys and not self._known(headers):
@@ -390,7 +380,7 @@ class RequestGuard:
             return APIError(429, message, code="queue_full", after=1)
         length = headers.get(b"content-length", b"0")
         if not length.isdigit() or len(length) > 18 or int(length) > self._options.body:
-            return self._large
+            return body_too_large(self._options.body)
         coding = headers.get(b"content-encoding", b"identity")
         if coding.lower() != b"identity":
             return APIError(415, f"Content-Encoding = {coding.decode('latin-1')!r}: must be none.")

@@ -229,8 +229,12 @@ async def test_keys_sizes_and_ids():
             for _ in range(20):
                 yield b"a" * 100
 
-        refused = await client.post("/v1/completions", content=pieces(), headers=headers)
-        assert refused.status_code == 413
+        refused = await client.post(
+            "/v1/completions", content=pieces(), headers=headers | {"x-request-id": "long"}
+        )
+        assert (refused.status_code, refused.json()["error"]["code"]) == (413, "body_too_large")
+        assert refused.headers["x-request-id"] == "long"
+        assert client.server.under_way == 0
         broken = await client.post("/v1/completions", content=b"{", headers=headers)
         assert broken.status_code == 400
         assert "Content-Type: application/json" in broken.json()["error"]["message"]
