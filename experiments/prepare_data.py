@@ -109,7 +109,7 @@ def _summary(dataset) -> dict:
 
 
 def _table(result: dict) -> str:
-    from eejax.analysis.tables import table
+    from eejax.common.tables import table
 
     rows = [
         [

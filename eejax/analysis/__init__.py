@@ -12,7 +12,8 @@ from eejax.analysis.plots import (
     quality_against_speed,
     save,
 )
-from eejax.analysis.tables import differences, markdown_table, table
+from eejax.analysis.tables import differences, markdown_table
+from eejax.common.tables import table
 
 __all__ = [
     "Panel",

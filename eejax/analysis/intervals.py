@@ -19,10 +19,10 @@ class Interval(NamedTuple):
 
 
 def mean_interval(sums: np.ndarray, counts: np.ndarray | None = None) -> Interval:
-    """sum(sums) / sum(counts), both [n texts]; without counts the mean of `sums`.
+    """Return sum(sums) / sum(counts), both [n texts]; without counts the mean of `sums`.
 
-    By the linearised standard error of a ratio (Cochran 1977, Sampling Techniques, section 6.4):
-    texts are drawn, and not what is counted in them.
+    The interval is by the linearised standard error of a ratio (Cochran 1977, Sampling Techniques,
+    section 6.4): texts are drawn, and not what is counted in them.
     """
     counts = np.ones(len(sums)) if counts is None else np.asarray(counts, np.float64)
     mean = float(np.sum(sums) / counts.sum())
@@ -32,8 +32,8 @@ def mean_interval(sums: np.ndarray, counts: np.ndarray | None = None) -> Interva
 
 
 def share_interval(n: int, of: int) -> Interval:
-    """n / of, by Wilson's score interval (1927), which 0 of many does not make empty."""
-    share, shrunk = n / of, 1 + Z * Z / of
-    middle = (share + Z * Z / (2 * of)) / shrunk
-    half = Z / shrunk * math.sqrt(share * (1 - share) / of + (Z / (2 * of)) ** 2)
-    return Interval(share, middle - half, middle + half)
+    """Return n / of by Wilson's score interval (1927), which is not empty where n is 0 or `of`."""
+    from scipy import stats  # takes a second to import
+
+    low, high = stats.binomtest(n, of).proportion_ci(0.95, method="wilson")
+    return Interval(n / of, float(low), float(high))

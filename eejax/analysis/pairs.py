@@ -24,10 +24,11 @@ def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
     The interval is a bootstrap over pairs (Efron 1979, percentile), so that what slowed both
     runs of a pair down does not count against either.
     """
-    ratios = np.asarray(baseline, np.float64) / np.asarray(other, np.float64)
-    picks = np.random.default_rng(0).integers(0, len(ratios), (RESAMPLES, len(ratios)))
-    low, high = np.quantile(np.median(ratios[picks], 1), (0.025, 0.975))
-    return Ratio(float(np.median(ratios)), float(low), float(high))
+
+    def of(baseline, other, axis=-1):
+        return np.median(baseline / other, axis)
+
+    return _bootstrapped(of, baseline, other)
 
 
 def total_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
@@ -36,12 +37,11 @@ def total_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
     The interval is a bootstrap over pairs, as in `median_ratio`, but of the ratio of sums; `median`
     is the ratio of all.
     """
-    pair = np.array([baseline, other], np.float64)
-    n = pair.shape[1]
-    picks = np.random.default_rng(0).integers(0, n, (RESAMPLES, n))
-    sums = pair[:, picks].sum(-1)
-    low, high = np.quantile(sums[0] / sums[1], (0.025, 0.975))
-    return Ratio(float(pair[0].sum() / pair[1].sum()), float(low), float(high))
+
+    def of(baseline, other, axis=-1):
+        return baseline.sum(axis) / other.sum(axis)
+
+    return _bootstrapped(of, baseline, other)
 
 
 def interleave(
@@ -68,3 +68,24 @@ def interleave(
             runs[r](i)
             seconds[r, i] = clock() - begin
     return seconds
+
+
+def _bootstrapped(
+    statistic: Callable[..., Any], baseline: Sequence[float], other: Sequence[float]
+) -> Ratio:
+    """Return the statistic of the pairs, and the interval of its bootstrap over pairs."""
+    from scipy import stats  # takes a second to import
+
+    pairs = np.asarray(baseline, np.float64), np.asarray(other, np.float64)
+    value = float(statistic(*pairs))
+    if len(pairs[0]) == 1:  # scipy refuses what has no spread
+        return Ratio(value, value, value)
+    low, high = stats.bootstrap(
+        pairs,
+        statistic,
+        n_resamples=RESAMPLES,
+        paired=True,
+        method="percentile",
+        rng=np.random.default_rng(0),
+    ).confidence_interval
+    return Ratio(value, float(low), float(high))

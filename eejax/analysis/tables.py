@@ -1,4 +1,4 @@
-"""Tables for terminals and for Markdown, and what differs between settings."""
+"""Tables in Markdown, and what differs between settings."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Rows of text under a header, columns aligned: the first to the left, the others right."""
-    columns = list(zip(header, *rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-
-    def line(cells):
-        first, *rest = zip(cells, widths, strict=True)
-        return "  ".join([first[0].ljust(first[1]), *(c.rjust(w) for c, w in rest)]).rstrip()
-
-    return "\n".join([line(header), line(["-" * w for w in widths]), *map(line, rows)])
-
-
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same in Markdown. Cells are text: what Markdown would read as markup is escaped."""
+    """Format rows under a header in Markdown, aligned as by `common.tables.table`.
+
+    Cells are text: what Markdown would read as markup is escaped.
+    """
 
     def line(cells):
         return f"| {' | '.join(cells)} |"

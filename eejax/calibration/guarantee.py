@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from scipy import special
 
 from eejax.calibration.frontier import ExitScores, emitting_exits
 from eejax.common.errors import ConfigError, DataError, require
@@ -121,21 +122,12 @@ def p_values(risks: np.ndarray, delta: float, *, binary: bool = False) -> np.nda
     n = len(risks)
     # Exact sums: a rounded one could fall on the wrong side of a whole number.
     sums = np.array([math.fsum(column) for column in risks.T])
-    tail = binomial_cdf(n, delta)[np.ceil(sums).astype(np.int64)]
+    tail = special.bdtr(np.ceil(sums), n, delta)
     if binary:
         return tail
-    hoeffding = np.exp(-n * _relative_entropy(np.minimum(sums / n, delta), delta))
+    a = np.minimum(sums / n, delta)
+    hoeffding = np.exp(-n * (special.rel_entr(a, delta) + special.rel_entr(1 - a, 1 - delta)))
     return np.minimum(hoeffding, np.minimum(math.e * tail, 1.0))
-
-
-def binomial_cdf(n: int, p: float) -> np.ndarray:
-    """[n + 1] P(Bin(n, p) <= k) for k = 0..n, 0 < p < 1."""
-    factorials = np.array([math.lgamma(k + 1) for k in range(n + 1)])
-    k = np.arange(n + 1)
-    logs = factorials[n] - factorials - factorials[::-1] + k * math.log(p)
-    cdf = np.minimum(np.cumsum(np.exp(logs + (n - k) * math.log1p(-p))), 1.0)
-    cdf[-1] = 1.0
-    return cdf
 
 
 def unit_risks(
@@ -218,9 +210,3 @@ def calibrate(
     return learn_then_test(
         unit_risks(scores, thresholds, exits, **rules), thresholds, delta, epsilon
     )
-
-
-def _relative_entropy(a: np.ndarray, b: float) -> np.ndarray:
-    """a log(a / b) + (1 - a) log((1 - a) / (1 - b)) of a in [0, 1)."""
-    safe = np.where(a > 0, a, 1.0)
-    return np.where(a > 0, a * np.log(safe / b), 0.0) + (1 - a) * np.log((1 - a) / (1 - b))

@@ -8,23 +8,35 @@ BINS = 15
 
 
 def auc(confidence: np.ndarray, positive: np.ndarray) -> float:
-    """Area under the ROC curve: the chance that a positive is above a negative, ties counting half.
+    """Compute the area under the ROC curve: the chance that a positive is above a negative.
 
-    confidence [n], positive [n] bool. NaN where all are alike.
+    Ties count half.
+
+    Args:
+      confidence: [n].
+      positive: [n] bool.
+
+    Returns:
+      The area, NaN where all are positive or none is.
     """
+    from sklearn.metrics import roc_auc_score  # takes seconds to import
+
     positive = np.asarray(positive, bool)
-    n, m = int(positive.sum()), int((~positive).sum())
-    if not n or not m:
+    if positive.all() or not positive.any():
         return float("nan")
-    _, index, counts = np.unique(confidence, return_inverse=True, return_counts=True)
-    ends = np.cumsum(counts)
-    ranks = (ends - (counts - 1) / 2.0)[index]  # from 1, those of equals their mean
-    return float((ranks[positive].sum() - n * (n + 1) / 2) / (n * m))
+    return float(roc_auc_score(positive, confidence))
 
 
 def calibration_error(confidence: np.ndarray, positive: np.ndarray, bins: int = BINS) -> float:
-    """Expected calibration error: |confidence - share of positives|, by bins of equal width and
-    weighted by what is in them (Guo et al. 2017, eq. 5)."""
+    """Compute the expected calibration error (Guo et al. 2017, eq. 5).
+
+    It is |confidence - share of positives|, by bins of equal width and weighted by what is in them.
+
+    Args:
+      confidence: [n], in [0, 1].
+      positive: [n] bool.
+      bins: the number of bins.
+    """
     confidence = np.asarray(confidence, np.float64)
     place = np.minimum((confidence * bins).astype(np.int64), bins - 1)
     gap = np.bincount(place, confidence - np.asarray(positive, np.float64), bins)
@@ -32,29 +44,29 @@ def calibration_error(confidence: np.ndarray, positive: np.ndarray, bins: int = 
 
 
 def platt(logit: np.ndarray, positive: np.ndarray) -> tuple[float, float]:
-    """(a, b) for which sigmoid(a logit + b) is the most likely to have made `positive` [n], with
-    a > 0, so that the order stays (Platt 1999). (1, 0) where there is nothing to learn from."""
-    x, y = np.asarray(logit, np.float64), np.asarray(positive, np.float64)
+    """Fit Platt scaling (Platt 1999): the most likely sigmoid(a logit + b) behind `positive`.
+
+    Args:
+      logit: [n].
+      positive: [n] bool.
+
+    Returns:
+      (a, b) with a > 0, so that the order stays. (1, 0) where there is nothing to learn: all
+      logits or all labels are alike, or negatives have the greater logits.
+    """
+    from sklearn.linear_model import LogisticRegression  # takes seconds to import
+
+    x, positive = np.asarray(logit, np.float64), np.asarray(positive, bool)
+    if positive.all() or not positive.any() or not 0 < np.ptp(x) < np.inf:
+        return 1.0, 0.0
     # Platt's targets: never certain, so that the optimum is finite where classes are separate.
-    n, m = y.sum(), len(y) - y.sum()
-    y = np.where(y > 0, (n + 1) / (n + 2), 1 / (m + 2))
-
-    def softplus(z):
-        return np.logaddexp(0.0, z)
-
-    def loss(w):
-        return np.sum(softplus(w[0] * x + w[1]) - y * (w[0] * x + w[1]))
-
-    w = np.array([1.0, 0.0])
-    design = np.stack([x, np.ones_like(x)])
-    for _ in range(50):
-        p = 1 / (1 + np.exp(-np.clip(w[0] * x + w[1], -500, 500)))
-        slope = design @ (p - y)
-        curve = (design * (p * (1 - p))) @ design.T + 1e-9 * len(x) * np.eye(2)
-        step, scale = np.linalg.solve(curve, slope), 1.0
-        while loss(w - scale * step) > loss(w) and scale > 1e-6:
-            scale /= 2
-        w = w - scale * step
-        if np.abs(scale * step).max() < 1e-9:
-            break
-    return (float(w[0]), float(w[1])) if w[0] > 0 and np.isfinite(w).all() else (1.0, 0.0)
+    # A target between 0 and 1 is a positive and a negative, weighted.
+    n, m = positive.sum(), (~positive).sum()
+    target = np.where(positive, (n + 1) / (n + 2), 1 / (m + 2))
+    center, spread = x.mean(), x.std()
+    scaled = np.tile((x - center) / spread, 2)[:, None]
+    fit = LogisticRegression(C=np.inf, solver="newton-cholesky", tol=1e-9).fit(
+        scaled, np.repeat([True, False], len(x)), np.concatenate([target, 1 - target])
+    )
+    a = float(fit.coef_[0, 0] / spread)
+    return (a, float(fit.intercept_[0] - a * center)) if a > 0 else (1.0, 0.0)

@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eejax.common.errors import DataError
+from eejax.common.tables import table
 from eejax.common.trees import Tree
 from eejax.data import IGNORE, Batch
 from eejax.train.step import put_batch
@@ -56,11 +57,11 @@ class Evaluation:
         }
 
     def table(self) -> str:
-        """A few lines for people."""
+        """Format the numbers of every exit as a table."""
         lines = [] if self.step is None else [f"last evaluation: step {self.step}"]
-        lines += [f"{'exit':<10} {'loss':>8} {'perplexity':>11} {'bits/byte':>10}"]
         rows = zip(self.names, self.losses, self.perplexities, self.bits_per_byte, strict=True)
-        lines += [f"{n:<10} {x:8.4f} {p:11.3f} {b:10.4f}" for n, x, p, b in rows]
+        cells = [[n, f"{x:.4f}", f"{p:.3f}", f"{b:.4f}"] for n, x, p, b in rows]
+        lines.append(table(["exit", "loss", "perplexity", "bits/byte"], cells))
         return "\n".join([*lines, f"{self.tokens} tokens"])
 
 

@@ -72,26 +72,24 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """The rate of update number `step` (from 0) of a run of `steps`, as a float32 scalar.
+    """Return a function of the number of an update (from 0) that gives its rate, a float32 scalar.
 
-    Update number warmup_steps - 1 is the first at the peak; the last one is at the final rate.
+    Update number warmup_steps - 1 is the first at the peak; the last one of a run of `steps` is at
+    the final rate.
     """
     warmup, peak, end = config.warmup_steps, config.learning_rate, config.final_fraction
-
-    def rate(step: jax.Array) -> jax.Array:
-        s = jnp.asarray(step).astype(jnp.float32) + 1.0
-        done = jnp.clip((s - warmup) / max(1, steps - warmup), 0.0, 1.0)
-        if config.schedule == "cosine":
-            factor = end + (1 - end) * 0.5 * (1 + jnp.cos(jnp.pi * done))
-        elif config.schedule == "linear":
-            factor = 1 - (1 - end) * done
-        elif config.schedule == "inverse_sqrt":
-            factor = jnp.sqrt(max(1, warmup) / jnp.maximum(s, max(1, warmup)))
-        else:
-            factor = jnp.ones_like(s)
-        return peak * factor * jnp.minimum(1.0, s / max(1, warmup))
-
-    return rate
+    rest = max(1, steps - warmup)
+    after = {  # by updates after the first at the peak
+        "cosine": optax.cosine_decay_schedule(peak, rest, end),
+        "linear": optax.linear_schedule(peak, peak * end, rest),
+        "constant": optax.constant_schedule(peak),
+        "inverse_sqrt": lambda n: peak * jnp.sqrt(max(1, warmup) / (n + warmup)),
+    }
+    rate = optax.join_schedules(
+        [optax.linear_schedule(0.0, peak, max(1, warmup)), after[config.schedule]], [warmup]
+    )
+    # optax counts updates from the one before the first.
+    return lambda step: jnp.float32(rate(jnp.asarray(step).astype(jnp.float32) + 1.0))
 
 
 def transformation(config: OptimizerConfig, decays: Tree) -> optax.GradientTransformation:

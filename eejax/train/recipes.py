@@ -9,6 +9,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from eejax.common.errors import require, require_one_of
 from eejax.common.trees import Tree
@@ -48,7 +49,7 @@ def averaged(ema: Tree, params: Tree, decay: float, step: jax.Array) -> Tree:
     """
     n = step.astype(jnp.float32)
     d = jnp.minimum(decay, (1.0 + n) / (10.0 + n))
-    return jax.tree.map(lambda e, p: e + (1.0 - d) * (p - e), ema, params)
+    return optax.incremental_update(params, ema, 1.0 - d)
 
 
 MIN_SCALE = 2.0**-14

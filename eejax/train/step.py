@@ -387,20 +387,19 @@ class Update:
         updates = self._only_moved(updates)  # weight decay, too
         moved = jax.tree.map(lambda p, u: p - rate * u, params, updates)
 
-        def choose(ok, new, old):
-            return jax.tree.map(lambda n, o: jnp.where(ok, n, o), new, old)
-
         average, scaling = state.ema, state.loss_scale
         if self.ema is not None:
-            average = choose(finite, averaged(average, moved, self.ema, state.step), average)
+            new = averaged(average, moved, self.ema, state.step)
+            average = optax.tree.where(finite, new, average)
         if scaling is not None:
             metrics["loss_scale"] = scaling.value
             # A batch without a token is skipped too, and says nothing about the scale.
-            scaling = choose(counted, scaling.after(finite, self.loss_scale_interval), scaling)
+            adjusted = scaling.after(finite, self.loss_scale_interval)
+            scaling = optax.tree.where(counted, adjusted, scaling)
         state = TrainState(
             step=state.step + 1,
-            params=choose(finite, moved, params),
-            opt_state=choose(finite, opt_state, state.opt_state),
+            params=optax.tree.where(finite, moved, params),
+            opt_state=optax.tree.where(finite, opt_state, state.opt_state),
             skipped=metrics["skipped"],
             frozen=state.frozen,
             ema=average,

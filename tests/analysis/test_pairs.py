@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from eejax.analysis import interleave, median_ratio
+from eejax.analysis import interleave, median_ratio, total_ratio
 
 
 def test_common_slowness_cancels():
@@ -22,6 +22,22 @@ def test_interval_holds_the_median_of_the_population():
         assert ratio.low <= ratio.median <= ratio.high
         inside += ratio.low <= 1.5 <= ratio.high
     assert 0.88 <= inside / 200 <= 0.995  # 95 %, give or take the sampling error
+
+
+@pytest.mark.parametrize("n", [2, 3, 40])
+def test_intervals_are_percentiles_over_resampled_pairs(n):
+    baseline, other = np.random.default_rng(n).uniform(1, 5, (2, n))
+    picks = np.random.default_rng(0).integers(0, n, (2000, n))
+    a, b = baseline[picks], other[picks]
+    of = {median_ratio: np.median(a / b, 1), total_ratio: a.sum(1) / b.sum(1)}
+    for ratio, resampled in of.items():
+        got = ratio(baseline, other)
+        assert got[1:] == pytest.approx(np.quantile(resampled, (0.025, 0.975)))
+    assert total_ratio(baseline, other).median == pytest.approx(baseline.sum() / other.sum())
+
+
+def test_a_single_pair_has_no_spread():
+    assert median_ratio([3.0], [2.0]) == total_ratio([3.0], [2.0]) == (1.5, 1.5, 1.5)
 
 
 def test_interleave_turns_the_order_and_leaves_the_first_call_out():

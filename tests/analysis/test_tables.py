@@ -1,25 +1,10 @@
-"""Columns of a table line up; Markdown shows text as it is; settings are compared leaf by leaf."""
+"""Markdown shows text as it is; settings are compared leaf by leaf."""
 
 import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from eejax.analysis import differences, markdown_table, table
-
-
-def test_columns_are_aligned():
-    text = table(["exit", "bits"], [["exit_3", "2.5"], ["final", "12.25"]])
-    assert text.splitlines() == [
-        "exit     bits",
-        "------  -----",
-        "exit_3    2.5",
-        "final   12.25",
-    ]
-
-
-def test_ragged_rows_are_refused():
-    with pytest.raises(ValueError):
-        table(["a", "b"], [["1"]])
+from eejax.analysis import differences, markdown_table
 
 
 def test_markdown():

@@ -47,7 +47,12 @@ def trained(repo_root, tmp_path_factory):
 def test_training_ends_with_a_table_of_the_exits(trained):
     workdir, out, err = trained
     assert out.startswith("last evaluation: step 12\n")
-    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["exit", "exit_1", "final"]
+    assert [line.split()[0] for line in out.splitlines()[1:5]] == [
+        "exit",
+        "------",
+        "exit_1",
+        "final",
+    ]
     assert "starting:" in err and "done: step 12" in err
     assert "checkpoint_manager" not in err, "Orbax chatters"
 
@@ -63,11 +68,12 @@ def test_exits_are_tuned_and_the_result_is_evaluated(repo_root, trained, tmp_pat
     )
     code, out, err = finish(launch(repo_root, "tune_exits", *arguments))
     assert code == 0, err
-    assert [line.split()[0] for line in out.splitlines()[1:4]] == ["exit", "exit_1", "exit_2"]
+    names = [line.split()[0] for line in out.splitlines()[1:5]]
+    assert names == ["exit", "------", "exit_1", "exit_2"]
     code, out, err = finish(launch(repo_root, "evaluate", f"--workdir={tmp_path}", "--batches=1"))
     assert code == 0, err
-    names = [line.split()[0] for line in out.splitlines()[1:5]]
-    assert names == ["exit", "exit_1", "exit_2", "final"]
+    names = [line.split()[0] for line in out.splitlines()[1:6]]
+    assert names == ["exit", "------", "exit_1", "exit_2", "final"]
 
 
 @pytest.mark.parametrize(

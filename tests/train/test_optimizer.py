@@ -1,5 +1,6 @@
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,6 +36,36 @@ def test_rates_follow_their_formulas(schedule):
     if schedule in ("cosine", "linear"):
         np.testing.assert_allclose(got[-1], PEAK * END, rtol=1e-5)
         assert float(rate(STEPS + 100)) == pytest.approx(PEAK * END, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt"])
+def test_rates_of_a_long_run_are_right_to_a_rounding_of_the_peak(schedule):
+    peak, warmup, steps = 3e-4, 2000, 100_000
+    rate = learning_rate(OptimizerConfig(peak, END, schedule, warmup), steps)
+    for n in (1, 2, 1999, 2000, 2001, 50_000, 99_999, 100_000):
+        done = (n - warmup) / (steps - warmup)
+        after = {
+            "cosine": END + (1 - END) * (1 + math.cos(math.pi * done)) / 2,
+            "linear": 1 + (END - 1) * done,
+            "constant": 1.0,
+            "inverse_sqrt": math.sqrt(warmup / n),
+        }
+        want = peak * (n / warmup if n <= warmup else after[schedule])
+        assert float(rate(jnp.int32(n - 1))) == pytest.approx(want, rel=1e-6, abs=1.2e-7 * peak)
+
+
+def test_a_rate_is_a_strong_float32_traced_or_not():
+    for schedule in ("cosine", "linear", "constant", "inverse_sqrt"):
+        rate = learning_rate(OptimizerConfig(PEAK, END, schedule, 0), STEPS)
+        for got in (rate(3), jax.jit(rate)(jnp.int32(3))):
+            assert got.dtype == jnp.float32 and got.shape == () and not got.weak_type
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt"])
+def test_a_run_may_end_within_its_warm_up(schedule):
+    rate = learning_rate(OptimizerConfig(PEAK, END, schedule, warmup_steps=10), 4)
+    got = [float(rate(i)) for i in range(4)]
+    np.testing.assert_allclose(got, [PEAK * (i + 1) / 10 for i in range(4)], rtol=2e-6)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "inverse_sqrt"])
