@@ -51,8 +51,13 @@ DEFAULT = Layout()
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Layout):
-    """Devices along each axis: `data` copies of the model, each cut into `pipe` stages, each
-    stage's matrices cut into `model` shards; and the `Layout` of what these hold."""
+    """Devices along each axis, and the `Layout` of what these hold.
+
+    Attributes:
+      data: copies of the model, which share the batch.
+      pipe: stages of each copy, one above the other.
+      model: shards of the matrices of each stage.
+    """
 
     data: PositiveInt = 1
     pipe: PositiveInt = 1
