@@ -101,8 +101,8 @@ def define(
         name = settings[setting] if isinstance(settings, Mapping) else setting
         if setting not in described:
             raise TypeError(f"{declared.__qualname__}: its docstring does not describe {setting}.")
-        several = "repeated" if setting in repeated else "list" if setting in lists else ""
-        kind = _Kind.of(setting, hints[setting], several)
+        multiple = "repeated" if setting in repeated else "list" if setting in lists else ""
+        kind = _FlagType.of(setting, hints[setting], multiple)
         holder = kind.define(name, known.get(setting), note + _sentence(described[setting]))
         if setting not in known:
             flags.mark_flag_as_required(name)
@@ -144,7 +144,7 @@ def _sentence(text: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Kind:
+class _FlagType:
     """The values that a flag takes.
 
     Attributes:
@@ -162,7 +162,7 @@ class _Kind:
     repeated: bool = False
 
     @classmethod
-    def of(cls, setting: str, type_: Any, several: str) -> _Kind:
+    def of(cls, setting: str, type_: Any, multiple: str) -> _FlagType:
         scalar, element, words, limits = None, None, (), Interval()
         for member in members(type_):
             if isinstance(member, type(Annotated[int, 0])):
@@ -174,11 +174,11 @@ class _Kind:
                 words = arguments
             elif origin in (Sequence, tuple, list) and arguments[0] in (int, float, str):
                 element = arguments[0]
-        if several and element is None or not (scalar or element or words):
+        if multiple and element is None or not (scalar or element or words):
             raise TypeError(f"{setting}: there is no flag for {type_}.")
-        if not several and (scalar or words):
+        if not multiple and (scalar or words):
             element = None
-        return cls(scalar, element, words, limits, several == "repeated")
+        return cls(scalar, element, words, limits, multiple == "repeated")
 
     def define(self, name: str, default: Any, text: str) -> flags.FlagHolder:
         if self.element and self.repeated:
@@ -186,8 +186,8 @@ class _Kind:
             make = make.get(self.element, flags.DEFINE_multi_string)
             return make(name, None if default is None else [*default], text)
         if self.element:
-            several = default if isinstance(default, (list, tuple)) else [default]
-            return flags.DEFINE_list(name, None if default is None else [*map(str, several)], text)
+            values = default if isinstance(default, (list, tuple)) else [default]
+            return flags.DEFINE_list(name, None if default is None else [*map(str, values)], text)
         if self.scalar is bool:
             return flags.DEFINE_bool(name, default, text)
         if self.words and not self.scalar:
@@ -203,8 +203,8 @@ class _Kind:
         if value is None or self.repeated:
             return value
         if self.element:
-            several = value if self.element is str else launch.numbers(name, value, self.element)
-            return several[0] if self.scalar and len(several) == 1 else several
+            values = value if self.element is str else launch.numbers(name, value, self.element)
+            return values[0] if self.scalar and len(values) == 1 else values
         if self.words and self.scalar and value not in self.words:
             with contextlib.suppress(ValueError):
                 return self.scalar(value)
@@ -213,7 +213,7 @@ class _Kind:
 
 class _SettingFlag(typing.NamedTuple):
     holder: flags.FlagHolder
-    kind: _Kind
+    kind: _FlagType
 
     @property
     def value(self) -> Any:

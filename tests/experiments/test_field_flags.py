@@ -154,7 +154,7 @@ def test_values_of_another_type_or_range_are_refused(define, argument):
 
 @given(st.lists(st.floats(allow_nan=False), min_size=1, max_size=4), st.booleans())
 def test_one_number_of_a_list_stands_for_itself(numbers, both):
-    kind = field_flags._Kind(float if both else None, float)
+    kind = field_flags._FlagType(float if both else None, float)
     texts = list(map(str, numbers))
     expected = numbers[0] if both and len(numbers) == 1 else numbers
     assert kind.read("x", texts) == expected
@@ -162,7 +162,7 @@ def test_one_number_of_a_list_stands_for_itself(numbers, both):
 
 @given(st.integers(), st.text(max_size=5))
 def test_a_number_or_a_word(number, text):
-    kind = field_flags._Kind(int, words=("auto",))
+    kind = field_flags._FlagType(int, words=("auto",))
     assert kind.read("x", str(number)) == number
     try:
         expected = int(text)
