@@ -14,16 +14,14 @@ import tempfile
 
 from absl import flags
 
-from eejax.experiments import launch
+from eejax.experiments import field_flags, launch
+from eejax.train.runs import open_run
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
-_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
+_RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
 _TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to evaluate on instead.")
 _BATCHES = flags.DEFINE_integer("batches", None, "At most so many batches.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences at a time.", lower_bound=1)
 launch.define_processes()
-flags.mark_flags_as_required(["workdir"])
 
 
 def main() -> None:
@@ -33,11 +31,10 @@ def main() -> None:
     from eejax.sharding import distributed
     from eejax.sharding.mesh import MeshConfig, check_batch, make_mesh
     from eejax.train import evaluate, inputs, metrics, step
-    from eejax.train.runs import open_run
 
     mesh = make_mesh(MeshConfig(data=jax.device_count() if distributed.is_multiprocess() else 1))
     check_batch(_BATCH_SIZE.value, mesh, field="--batch_size")
-    run = open_run(_WORKDIR.value, step=_STEP.value, mesh=mesh, ema=_EMA.value)
+    run = _RUN(mesh=mesh)
     model, config = run.model, run.experiment.data
     with tempfile.TemporaryDirectory() as folder:
         if _TEXT.value:
@@ -52,7 +49,7 @@ def main() -> None:
             )
             batches = [(1.0, (inputs.strip(batch, config.document_masks) for batch in batches))]
         else:
-            launch.check_own_text(model.metadata, config.source, _WORKDIR.value, "text")
+            launch.check_own_text(model.metadata, config.source, _RUN["workdir"], "text")
             batches = inputs.held_out(config, run.dataset(), _BATCH_SIZE.value, _BATCHES.value)
         own = f"the run's held-out part of {config.source}"
         launch.say(f"evaluating on {', '.join(_TEXT.value) or own} ...")
@@ -66,9 +63,10 @@ def main() -> None:
         )
     if not distributed.is_first():
         return
-    print(f"step {model.step} of {_WORKDIR.value}{', averaged parameters' if _EMA.value else ''}")
+    averaged = ", averaged parameters" if _RUN["ema"] else ""
+    print(f"step {model.step} of {_RUN['workdir']}{averaged}")
     print(result.table())
-    metrics = result.metrics("eval_ema" if _EMA.value else "eval")
+    metrics = result.metrics("eval_ema" if _RUN["ema"] else "eval")
     print(json.dumps({"step": model.step, "tokens": result.tokens} | metrics))
 
 

@@ -10,25 +10,23 @@ from __future__ import annotations
 
 from absl import flags
 
-from eejax.experiments import launch
+from eejax.experiments import field_flags, launch
+from eejax.train.runs import open_run
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run.")
+_RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
 _OUTPUT = flags.DEFINE_string("output", None, "The folder, which must not be there yet.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
-_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
 _FAMILY = flags.DEFINE_string("family", None, "Its model_type; by default the first that fits.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Of the weights written."
 )
-flags.mark_flags_as_required(["workdir", "output"])
+flags.mark_flag_as_required("output")
 
 
 def main() -> None:
     from eejax.checkpoint.hf import save_pretrained
     from eejax.checkpoint.hf.families import FAMILIES
-    from eejax.train.runs import open_run
 
-    model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
+    model = _RUN().model
     known = model.metadata.get("pretrained", {}).get("family")
     known = known if known in FAMILIES else None  # one that was recognised is written as another
     with launch.flags_named({}):

@@ -34,8 +34,15 @@ from collections.abc import Callable, Iterator
 
 from absl import flags
 
+from eejax.common.axes import MESH_AXES
 from eejax.common.errors import ConfigError, DataError, require
-from eejax.experiments import launch
+from eejax.experiments import field_flags, launch
+from eejax.inference import AutoGenerator, EngineOptions, Generator, PipelinedGenerator
+from eejax.inference.generate import GenerationParams
+from eejax.inference.policy import ExitPolicy, ExitRules
+from eejax.inference.sampling import SamplingParams
+from eejax.sharding.mesh import MeshConfig
+from eejax.train.runs import open_run
 
 FEW = 4  # steps of a call of an interactive session: tokens appear as they come
 AUTO = {"auto": "recompute", "auto_speculative": "speculative"}  # what each turns off and on
@@ -54,71 +61,37 @@ USED_BY = {
     for flag in names.split()
 }
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
-_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
+_RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; repeat the flag for a batch.")
 _PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "A file whose text is a prompt.")
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Answer prompts line by line.")
 _ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "Decoder.")
-_THRESHOLD = flags.DEFINE_list("threshold", ["0.9"], "Confidence to leave at; one, or one an exit.")
-_GATE = flags.DEFINE_string(
-    "gate",
-    "max_probability",
-    "What a token's confidence is: max_probability, margin, entropy, patience, saturation, fixed, "
-    "router.",
+_OPTIONS = field_flags.define(
+    EngineOptions, ("cap", "drafts", "draft_exit", "adapt", "propagate", "num_segments")
 )
-_EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
-_MIN_EXIT_LAYER = flags.DEFINE_integer(
-    "min_exit_layer", 0, "Exits below so many layers are not active."
-)
-_DECAY = flags.DEFINE_float("decay", None, "How fast thresholds fall along a text; not at all.")
-_PREFILL_EXIT = flags.DEFINE_bool("prefill_exit", False, "May the first token leave early too?")
-_NUM_SEGMENTS = flags.DEFINE_integer(
-    "num_segments", None, "Segments to load, the last one's exit emitting what is left; all."
-)
-_CAP = flags.DEFINE_integer("cap", 16, "Most tokens that may wait for deeper layers.")
-_DRAFTS = flags.DEFINE_integer("drafts", 4, "Most tokens drafted at a time (speculative).")
-_DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts; 0: the first.")
-_ADAPT = flags.DEFINE_bool(
-    "adapt", True, "Draft fewer tokens where few are accepted (speculative)."
-)
-_PROPAGATE = flags.DEFINE_enum(
-    "propagate",
-    "state",
-    ["state", "mask"],
-    "What layers above an exit keep of a token: keys and values of its state, or none (propagate).",
-)
-_MESH = {
-    axis: flags.DEFINE_integer(f"mesh.{axis}", 1, what, lower_bound=1)
-    for axis, what in (
-        ("data", "Copies of the model, which share the prompts."),
-        ("pipe", "Stages of each copy (pipelined)."),
-        ("model", "Shards of the matrices."),
-    )
-}
+_MESH = field_flags.define(MeshConfig, {axis: f"mesh.{axis}" for axis in MESH_AXES})
 _STAGE_LAYERS = flags.DEFINE_list(
     "stage_layers", ["even"], "Layers of each stage: numbers, or even or balanced (pipelined)."
 )
-_NEW = flags.DEFINE_integer("max_new_tokens", 256, "Tokens to generate at most.")
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
-_TOP_K = flags.DEFINE_integer("top_k", 0, "Sample among the k most likely tokens; 0: all.")
-_TOP_P = flags.DEFINE_float("top_p", 1.0, "Sample within this much probability.")
-_MIN_P = flags.DEFINE_float("min_p", 0.0, "Least probability, as a share of the likeliest's.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the sampling.")
-_STOP = flags.DEFINE_multi_string("stop", [], "Text that ends a request; repeatable.")
-_STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a request.")
+_THRESHOLD = field_flags.define(
+    ExitPolicy.make, ["threshold"], defaults={"threshold": 0.9}, lists=["threshold"]
+)
+_RULES = field_flags.define(ExitRules, ("exits", "prefill_exit", "gate", "min_exit_layer", "decay"))
+_SAMPLING = field_flags.define(
+    SamplingParams.make, ("temperature", "top_k", "top_p", "min_p", "seed")
+)
+_ENDS = field_flags.define(
+    GenerationParams,
+    {"stop_strings": "stop", "stop_token_ids": "stop_token"},
+    defaults={"stop_strings": [], "stop_token_ids": []},
+    repeated=["stop_strings", "stop_token_ids"],
+)
+_LENGTH = field_flags.define(Generator.stream, ["max_new_tokens"], defaults={"max_new_tokens": 256})
 _COLOR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colors by exit.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
-flags.mark_flags_as_required(["workdir"])
 
 # Settings whose flags are called otherwise.
-FLAG_OF = {
-    "mesh": "mesh",
-    "pipeline.layers": "stage_layers",
-    "stop_strings": "stop",
-    "stop_token_ids": "stop_token",
-}
+FLAG_OF = _ENDS.names | {"mesh": "mesh", "pipeline.layers": "stage_layers"}
 
 
 def note_unused() -> None:
@@ -164,14 +137,10 @@ def read_line() -> str | None:
 
 
 def make_generator(model):
-    from eejax.inference import AutoGenerator, EngineOptions, Generator, PipelinedGenerator
-    from eejax.sharding.mesh import MeshConfig
-
     engine, params, config = _ENGINE.value, model.params, model.config
-    own = (_CAP, _DRAFTS, _DRAFT_EXIT, _NUM_SEGMENTS, _ADAPT, _PROPAGATE)
-    used = {flag.name: flag.value for flag in own if engine in USED_BY[flag.name]}
+    used = {name: v for name, v in _OPTIONS.values().items() if engine in USED_BY[name]}
     options = EngineOptions(AUTO.get(engine, engine), **used)
-    mesh = MeshConfig(**{axis: flag.value for axis, flag in _MESH.items()})
+    mesh = _MESH()
     if engine == "pipelined":
         layers = _STAGE_LAYERS.value
         named = len(layers) == 1 and layers[0].isalpha()
@@ -324,46 +293,28 @@ def in_numbers(text: str, result, i: int, decode: Callable) -> dict:
 
 @launch.flags_named(FLAG_OF)
 def main() -> None:
-    from eejax.train.runs import open_run
-
     if _INTERACTIVE.value:
         given = [f"--{f.name}" for f in (_PROMPT, _PROMPT_FILE) if f.value]
-        given += ["--mesh.data"] if _MESH["data"].value > 1 else []
+        given += ["--mesh.data"] if _MESH["data"] > 1 else []
         if given:
             raise ConfigError(
                 f"{given[0]}: --interactive reads its prompts itself, one at a time. Leave one of "
                 "the two out."
             )
     note_unused()
-    for text in _STOP.value:
+    for text in _ENDS["stop_strings"]:
         lone = any(0xD800 <= ord(c) < 0xE000 for c in text)  # bytes that are no UTF-8
         require(not lone, "--stop", text, "must be text that UTF-8 has")
-    threshold = launch.numbers("threshold", _THRESHOLD.value, float)
-    exits = None if _EXITS.value is None else launch.numbers("exits", _EXITS.value, int)
-    model = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value).model
+    settings = _THRESHOLD.values() | _RULES.values() | _SAMPLING.values() | _ENDS.values()
+    model = _RUN().model
     tokenizer, generator = model.tokenizer, make_generator(model)
-    stop_token_ids = [*_STOP_TOKEN.value, *tokenizer.end_ids]
-    settings = dict(
-        threshold=threshold[0] if len(threshold) == 1 else threshold,
-        exits=exits,
-        prefill_exit=_PREFILL_EXIT.value,
-        gate=_GATE.value,
-        min_exit_layer=_MIN_EXIT_LAYER.value,
-        decay=_DECAY.value,
-        temperature=_TEMPERATURE.value,
-        top_k=_TOP_K.value,
-        top_p=_TOP_P.value,
-        min_p=_MIN_P.value,
-        seed=_SEED.value,
-        stop_token_ids=stop_token_ids,
-        stop_strings=_STOP.value,
-        decode_text=tokenizer.decode,
-    )
+    settings["stop_token_ids"] = [*_ENDS["stop_token_ids"], *tokenizer.end_ids]
+    settings["decode_text"] = tokenizer.decode
     if _INTERACTIVE.value and _ENGINE.value not in AUTO:  # which times calls of more steps
         settings["chunk"] = FEW
 
     def ask(ids, **change):
-        return generator.stream(ids, _NEW.value, **settings | change)
+        return generator.stream(ids, **_LENGTH.values(), **settings | change)
 
     colors = _COLOR.value == "always" or (_COLOR.value == "auto" and sys.stdout.isatty())
     decode = tokenizer.decode

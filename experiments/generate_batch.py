@@ -30,37 +30,43 @@ from typing import Any, NamedTuple, TextIO
 import numpy as np
 from absl import flags
 
-from eejax.common.errors import ConfigError, DataError, require
-from eejax.experiments import launch, prompt_files
+from eejax.checkpoint.model import load_run
+from eejax.common.errors import ConfigError, DataError, require, require_count
+from eejax.experiments import field_flags, launch, prompt_files
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import EngineOptions
+from eejax.inference.policy import ExitPolicy, ExitRules
+from eejax.inference.request import EngineRequest
+from eejax.inference.sampling import SamplingParams
 
 ENGINES = ["recompute", "auto", "full"]
 FIELDS = ("prompt", "max_new_tokens", "threshold", "drafts", "temperature", "seed")
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
+_RUN = field_flags.define(load_run, ("workdir", "step"))
 _INPUT = flags.DEFINE_string("input", None, "A file of prompts, one a line; '-': standard input.")
 _OUTPUT = flags.DEFINE_string("output", None, "Where texts go; standard output by default.")
 _ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "With exits; while they pay; without.")
-_SLOTS = flags.DEFINE_integer("slots", 8, "Requests at a time.", lower_bound=1)
-_CONTEXT = flags.DEFINE_integer(
-    "context", None, "Most tokens of a request; the model's by default."
+_SIZES = field_flags.define(EarlyExitEngine.make, ("slots", "context"), defaults={"slots": 8})
+_THRESHOLD = field_flags.define(ExitPolicy.make, ["threshold"], defaults={"threshold": 0.9})
+_GATE = field_flags.define(ExitRules, ["gate"])
+_OPTIONS = field_flags.define(
+    EngineOptions,
+    ["drafts"],
+    defaults={"drafts": 4},
+    helps={"drafts": "Most tokens of a request that are drafted past an undecided one"},
 )
-_THRESHOLD = flags.DEFINE_float(
-    "threshold", 0.9, "Confidence to leave at; 1: never. What each costs: eejax sweep."
+_LENGTH = field_flags.define(
+    EngineRequest, {"max_tokens": "max_new_tokens"}, defaults={"max_tokens": 128}
 )
-_GATE = flags.DEFINE_string(
-    "gate", "max_probability", "What makes an exit confident, as in eejax generate."
+_SAMPLING = field_flags.define(
+    SamplingParams.make,
+    ("temperature", "seed"),
+    helps={"seed": "Seed of the first line's draws; each next line's is 1 more"},
 )
-_DRAFTS = flags.DEFINE_integer(
-    "drafts", 4, "Most tokens drafted past an undecided one.", lower_bound=0
-)
-_NEW = flags.DEFINE_integer("max_new_tokens", 128, "Tokens of a text at most.", lower_bound=1)
-_TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 takes the most likely token.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the first line's sampling; each next line's is 1 more.")
 _STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a text, beside EOS.")
 _RESUME = flags.DEFINE_bool("resume", False, "Go on with an --output that is there.")
 _TUNE = flags.DEFINE_bool("tune", True, "Measure and plan before the first request.")
-flags.mark_flags_as_required(["workdir", "input"])
+flags.mark_flag_as_required("input")
 
 
 class Line(NamedTuple):
@@ -72,14 +78,12 @@ class Line(NamedTuple):
 
 
 def main() -> None:
-    from eejax.train.runs import load_run
-
     given = prompt_files.read("input", _INPUT.value)
     lines = [parsed(i, text) for i, text in enumerate(given, 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
     if _RESUME.value and _OUTPUT.value is None:
         raise ConfigError("--resume: goes on with an --output: name the file.")
-    model = load_run(_WORKDIR.value, step=_STEP.value)
+    model = _RUN()
     # What is wrong with flags is found before a file is touched.
     engine, stop_token_ids = engine_of(model)
     with contextlib.ExitStack() as stack:
@@ -173,9 +177,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
     """Run the lines, and return how many could not be."""
     from eejax.data import text_behind
     from eejax.inference.payoff import Payoff
-    from eejax.inference.policy import ExitPolicy
-    from eejax.inference.request import EngineRequest, FinishReason
-    from eejax.inference.sampling import SamplingParams
+    from eejax.inference.request import FinishReason
     from eejax.inference.scheduler import Scheduler
 
     tokenizer = model.tokenizer
@@ -194,28 +196,28 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
         try:
             require(not line.error, f"line {line.number}", line.wants, line.error)
 
-            def want(name, flag, line=line):
-                return line.wants.get(name, flag.value)
+            def want(name, default, line=line):
+                return line.wants.get(name, default)
 
             policy = ExitPolicy.make(
                 model.config,
                 1,
-                want("threshold", _THRESHOLD),
-                gate=_GATE.value,
+                want("threshold", _THRESHOLD["threshold"]),
+                **_GATE.values(),
                 drafts=line.wants.get("drafts", drafts),
             )
             if _ENGINE.value == "full":
                 policy = ExitPolicy.make(engine.config, 1)
             sampling = SamplingParams.make(
                 1,
-                want("temperature", _TEMPERATURE),
-                seed=line.wants.get("seed", _SEED.value + line.number - 1),
+                want("temperature", _SAMPLING["temperature"]),
+                seed=line.wants.get("seed", _SAMPLING["seed"] + line.number - 1),
             )
             scheduler.add_request(
                 EngineRequest(
                     str(line.number),
                     ids[line.number],
-                    want("max_new_tokens", _NEW),
+                    want("max_new_tokens", _LENGTH["max_tokens"]),
                     policy,
                     sampling,
                     stop_token_ids=stop_token_ids,
@@ -264,22 +266,17 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
 
 def engine_of(model):
     """The engine, and the tokens that end a text. Raises ConfigError, which names the flag."""
-    from eejax.inference.engine import EarlyExitEngine
-    from eejax.inference.options import EngineOptions
-    from eejax.inference.policy import ExitPolicy
-    from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import RequestRows
 
     config, stop_token_ids = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
-    kwargs = dict(slots=_SLOTS.value, context=_CONTEXT.value)
+    require_count("--max_new_tokens", _LENGTH["max_tokens"])
     with launch.flags_named({"stop_token_ids": "stop_token"}):
-        policy = ExitPolicy.make(config, 1, _THRESHOLD.value, gate=_GATE.value)
-        sampling = SamplingParams.make(1, _TEMPERATURE.value, seed=_SEED.value)
+        policy = ExitPolicy.make(config, 1, **_THRESHOLD.values(), **_GATE.values())
+        sampling = SamplingParams.make(1, **_SAMPLING.values())
         RequestRows.make(config, [1], [1], policy, sampling, stop_token_ids)
-        if _ENGINE.value == "full":
-            return EarlyExitEngine.make(model.params, config, "full", **kwargs), stop_token_ids
-        options = EngineOptions(drafts=_DRAFTS.value)
-        return EarlyExitEngine.make(model.params, config, options, **kwargs), stop_token_ids
+        options = "full" if _ENGINE.value == "full" else _OPTIONS()
+        engine = EarlyExitEngine.make(model.params, config, options, **_SIZES.values())
+    return engine, stop_token_ids
 
 
 def tuned(engine, prompts: list, stop_token_ids: list[int]):
@@ -290,15 +287,15 @@ def tuned(engine, prompts: list, stop_token_ids: list[int]):
         return engine, 0
     fit = [p for p in prompts if 0 < len(p) < engine.context]
     if not _TUNE.value or not fit:
-        return engine, _DRAFTS.value
+        return engine, _OPTIONS["drafts"]
     launch.say("measuring and planning ...")
     found = batch_costs.tune(
         engine,
         fit[:64],
-        new=min(64, _NEW.value),
+        new=min(64, _LENGTH["max_tokens"]),
         stop_token_ids=stop_token_ids,
-        gate=_GATE.value,
-        threshold=_THRESHOLD.value,
+        **_GATE.values(),
+        **_THRESHOLD.values(),
     )
     launch.say(
         f"plan: {found.drafts} drafts, fill {found.engine.plan.fill.tolist()}, patience"

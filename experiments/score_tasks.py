@@ -22,8 +22,9 @@ import sys
 
 from absl import flags
 
+from eejax.checkpoint.language_model import load
 from eejax.common.errors import ConfigError
-from eejax.experiments import launch
+from eejax.experiments import field_flags, launch
 from eejax.gates.confidence import GATES
 
 _MODEL = flags.DEFINE_string(
@@ -41,8 +42,7 @@ _FEWSHOT = flags.DEFINE_integer(
     "num_fewshot", None, "Examples before each question; by default each task's own.", lower_bound=0
 )
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Texts at a time.", lower_bound=1)
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "For models without one: bytes, a file, ...")
-_DTYPE = flags.DEFINE_string("dtype", None, "What pretrained models are computed in.")
+_LOADING = field_flags.define(load, ("tokenizer", "dtype"))
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["model", "tasks"])
 
@@ -56,9 +56,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"--tasks: need lm-eval ({error}): pip install 'eejax[eval]'.") from error
 
-    lm = EarlyExitLM(
-        _MODEL.value, batch_size=_BATCH_SIZE.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value
-    )
+    lm = EarlyExitLM(_MODEL.value, batch_size=_BATCH_SIZE.value, **_LOADING.values())
     rows = []
     for name, chosen in choices(lm.config.exit_boundaries).items():
         rows.append((name, lm.at(**chosen)))  # what is wrong is said before the work is done

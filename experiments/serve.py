@@ -23,7 +23,15 @@ from typing import Any
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.experiments import launch, prompt_files
+from eejax.experiments import field_flags, launch, prompt_files
+from eejax.helios.choices import ControllerOptions
+from eejax.serving import fleets
+from eejax.serving.http import HttpOptions
+from eejax.serving.models import ServedModel
+from eejax.serving.service import Service, ServiceOptions
+from eejax.sharding.mesh import MeshConfig
+
+WITH_OBJECTIVE = "With --objective: "
 
 _MODEL = flags.DEFINE_multi_string(
     "model", [], "NAME=PATH: a run's workdir, a Hugging Face folder, or a name on the Hub."
@@ -42,44 +50,22 @@ _PORT = flags.DEFINE_integer(
     lower_bound=0,
     upper_bound=65535,
 )
-_SLOTS = flags.DEFINE_integer(
-    "slots", 16, "Requests that a model works on at a time.", lower_bound=1
+_ENGINE = field_flags.define(ServedModel, ("slots", "context", "tokenizer", "dtype"))
+_DRAFTS = field_flags.define(ServedModel, ["drafts"])
+_MESH = field_flags.define(
+    MeshConfig,
+    {"model": "mesh.model"},
+    helps={"model": "Devices over which each model's matrices are cut"},
 )
-_CONTEXT = flags.DEFINE_integer("context", None, "Most tokens of a request; default: the model's.")
-_WAITING = flags.DEFINE_integer(
-    "waiting", 256, "Most requests that wait for a model.", lower_bound=0
+_SERVICE = field_flags.define(ServiceOptions, ("waiting", "steps", "grace"), defaults={"steps": 4})
+_HTTP = field_flags.define(
+    HttpOptions, {"body": "max_body", "n": "max_n", "allow_special": "allow_special"}
 )
-_STEPS = flags.DEFINE_integer(
-    "steps",
-    4,
-    "Steps of an engine between two looks at what came: fewer answer sooner, more "
-    "bring more tokens a second.",
-    lower_bound=1,
-)
-_SHARDS = flags.DEFINE_integer(
-    "mesh.model", 1, "Devices over which each model's matrices are cut.", lower_bound=1
-)
-_DRAFTS = flags.DEFINE_integer("drafts", 0, "Tokens that a request drafts.", lower_bound=0)
-_TOKENIZER = flags.DEFINE_string(
-    "tokenizer", None, "For models without one: bytes, a file, a folder."
-)
-_DTYPE = flags.DEFINE_string("dtype", None, "What pretrained models are computed in.")
 _KEYS = flags.DEFINE_string(
     "keys",
     None,
     "A file of keys, one a line, of which clients must bring one. Default: those of "
     "$EEJAX_KEYS, separated by commas; without either nobody is asked.",
-)
-_BODY = flags.DEFINE_integer("max_body", 4 * 2**20, "Most bytes of a request.", lower_bound=1)
-_N = flags.DEFINE_integer("max_n", 16, "Most choices of a prompt.", lower_bound=1)
-_ALLOW_SPECIAL = flags.DEFINE_bool(
-    "allow_special",
-    False,
-    "Names of special tokens in text of clients, as <|im_end|>, are these "
-    "tokens. By default they are text, and special tokens come from the chat template alone.",
-)
-_GRACE = flags.DEFINE_float(
-    "grace", 30.0, "Seconds to answer what is under way at the end.", lower_bound=0.0
 )
 _OBJECTIVE = flags.DEFINE_enum(
     "objective",
@@ -105,53 +91,13 @@ _BUDGET = flags.DEFINE_string(
     "With --objective: most bytes of weights and requests, as 500M or 2G; fewer "
     "layers leave room for more requests, up to --slots. Default: no limit.",
 )
-_QUALITY = flags.DEFINE_string(
-    "quality",
-    None,
-    "With --objective: what accuracy is. best, or best:NAME: the share of tokens that the largest "
-    "model, or the one named, would have chosen; judge:PATH: by the perplexity of the answers "
-    "under a model that is not served; benchmark, or benchmark:TASK,...: scores that were imported "
-    "with eejax repository. Default: best.",
+_FLEET = field_flags.define(
+    fleets.FleetConfig, ("repository", "audits", "quality"), note=WITH_OBJECTIVE
 )
-_REPOSITORY = flags.DEFINE_string(
-    "repository",
-    None,
-    "With --objective: an SQLite file to keep what is measured in; a server "
-    "that starts again goes on from there.",
-)
-_REASSESS = flags.DEFINE_string(
-    "reassess",
-    None,
-    "With --objective: prompts between two reassessments, or auto: as many as it takes until they "
-    "cost no more than a twentieth of the time. Default: 150.",
-)
-_CANDIDATES = flags.DEFINE_integer(
-    "candidates",
-    None,
-    "With --objective: models that are evaluated, the best by their benchmarks. Default: 2.",
-    lower_bound=1,
-)
-_BREACHES = flags.DEFINE_integer(
-    "breaches",
-    None,
-    "With --objective: of 100 tokens, most that may leave below their threshold "
-    "before more layers or another model are considered. Default: 50.",
-    lower_bound=0,
-    upper_bound=100,
-)
-_AUDITS = flags.DEFINE_float(
-    "audits",
-    None,
-    "With --objective: share of the answers that the whole of their model looks at "
-    "again. Default: 0.1.",
-    lower_bound=0.0,
-    upper_bound=1.0,
-)
-_GREEDY = flags.DEFINE_bool(
-    "greedy",
-    None,
-    "With --objective: whether models may be loaded in part, so that tokens leave "
-    "below their threshold. Default: they may.",
+_CONTROLLER = field_flags.define(
+    ControllerOptions,
+    {name: name for name in ("candidates", "breaches", "greedy")} | {"interval": "reassess"},
+    note=WITH_OBJECTIVE,
 )
 
 AUTO = "auto"  # the name of all models as one
@@ -209,30 +155,15 @@ def keys() -> tuple[str, ...]:
 def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
     """Return two mappings by model name: builders of engines, and defaults of requests."""
     from eejax.serving.answers import ExitDefaults
-    from eejax.serving.models import ServedModel
-    from eejax.sharding.mesh import MeshConfig
 
-    own = [
-        _LIMITS,
-        _PROMPTS,
-        _BUDGET,
-        _QUALITY,
-        _REPOSITORY,
-        _REASSESS,
-        _CANDIDATES,
-        _BREACHES,
-        _AUDITS,
-        _GREEDY,
-    ]
-    if given := [flag.name for flag in own if flag.present]:
+    own = [flag.name for flag in (_LIMITS, _PROMPTS, _BUDGET) if flag.present]
+    if given := [*own, *_FLEET.given(), *_CONTROLLER.given()]:
         raise ConfigError(f"--{given[0]}: goes with --objective, which names what is best.")
-    mesh = MeshConfig(model=_SHARDS.value) if _SHARDS.value > 1 else None
-    builds = {
-        name: ServedModel(path, drafts=_DRAFTS.value, mesh=mesh, **engine_flags())
-        for name, path in models.items()
-    }
+    mesh = _MESH() if _MESH["model"] > 1 else None
+    drafts = _DRAFTS["drafts"]
+    builds = {name: _ENGINE(source=path, drafts=drafts, mesh=mesh) for name, path in models.items()}
     defaults = {
-        name: ExitDefaults(t[0] if len(t) == 1 else t, drafts=_DRAFTS.value)
+        name: ExitDefaults(t[0] if len(t) == 1 else t, drafts=drafts)
         for name, t in ({n: (1.0,) for n in models} | thresholds).items()
     }
     return builds, defaults
@@ -240,48 +171,38 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
 
 def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
     """Return the mappings of `engines` for all models served as one."""
-    from eejax.helios.choices import ControllerOptions
     from eejax.helios.repository import Repository
     from eejax.serving.answers import ExitDefaults
-    from eejax.serving.fleets import THRESHOLD, FleetConfig, ServedFleet
 
-    for flag, least in ((_SHARDS, 1), (_DRAFTS, 0)):
-        if flag.value > least:
-            raise ConfigError(f"--{flag.name} = {flag.value}: does not go with --objective.")
-    given = dict(candidates=_CANDIDATES, breaches=_BREACHES, greedy=_GREEDY)
-    given = {name: flag.value for name, flag in given.items() if flag.value is not None}
-    if (prompts := _REASSESS.value) is not None:
-        given["interval"] = int(prompts) if prompts.isdecimal() else prompts
-    if _BUDGET.value is not None:
-        given["budget"] = size("budget", _BUDGET.value)
+    for flag, value, least in (
+        ("mesh.model", _MESH["model"], 1),
+        ("drafts", _DRAFTS["drafts"], 0),
+    ):
+        if value > least:
+            raise ConfigError(f"--{flag} = {value}: does not go with --objective.")
+    budget = {} if _BUDGET.value is None else {"budget": size("budget", _BUDGET.value)}
     limits = named("limits", "METRIC=VALUE, or several with a comma between", _LIMITS.value)
     limits = {
         metric: size(f"limits: {metric}", value) if metric == "memory" else number(metric, value)
         for metric, value in limits.items()
     }
-    with launch.flags_named(limit_flags() | {"interval": "reassess"}):
-        more = {"audits": _AUDITS.value, "quality": _QUALITY.value}
-        aims = FleetConfig(
-            _OBJECTIVE.value,
-            limits,
-            ControllerOptions(**given),
-            _REPOSITORY.value or ":memory:",
-            **{name: value for name, value in more.items() if value is not None},
-        )
-    if _REPOSITORY.value is not None:  # fail now, before models are measured
-        if not _REPOSITORY.value:
+    with launch.flags_named(limit_flags()):
+        aims = _FLEET(objective=_OBJECTIVE.value, limits=limits, options=_CONTROLLER(**budget))
+    if "repository" in _FLEET.given():  # fail now, before models are measured
+        if not _FLEET["repository"]:
             raise ConfigError("--repository = '': must name a file.")
         try:
-            kept = Repository(_REPOSITORY.value)
+            kept = Repository(_FLEET["repository"])
             kept.check()
             kept.close()
         except DataError as error:
             raise ConfigError(f"--repository: {error}") from error
     for name in [name for name in models if name not in thresholds]:
-        launch.say(f"{name}: no --thresholds: tokens leave at a confidence of {THRESHOLD:g}")
+        launch.say(f"{name}: no --thresholds: tokens leave at a confidence of {fleets.THRESHOLD:g}")
     prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()
     given = {name: t[0] if len(t) == 1 else t for name, t in thresholds.items()}
-    build = ServedFleet(models, aims, given, tuple(prompts), **engine_flags())
+    with _ENGINE.named():
+        build = fleets.ServedFleet(models, aims, given, tuple(prompts), **_ENGINE.values())
     return {AUTO: build}, {AUTO: ExitDefaults()}
 
 
@@ -290,13 +211,6 @@ def limit_flags() -> dict[str, str]:
     from eejax.helios.objectives import METRICS
 
     return {f"limits.{metric}": f"limits: {metric}" for metric in METRICS}
-
-
-def engine_flags() -> dict:
-    """Collect the settings that all engines share."""
-    return dict(
-        slots=_SLOTS.value, context=_CONTEXT.value, tokenizer=_TOKENIZER.value, dtype=_DTYPE.value
-    )
 
 
 def number(metric: str, text: str) -> float:
@@ -326,21 +240,16 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
     import uvicorn
 
     from eejax.serving.app import app
-    from eejax.serving.http import HttpOptions
     from eejax.serving.metrics import ServerMetrics
-    from eejax.serving.service import Service, ServiceOptions
 
     metrics = ServerMetrics()
-    with launch.flags_named({}):
-        options = ServiceOptions(_WAITING.value, _STEPS.value, grace=_GRACE.value)
+    options = _SERVICE()
 
     def watch(name):
         return report(name, metrics.watch(name))
 
     services = {name: Service(build, options, watch=watch(name)) for name, build in builds.items()}
-    http = HttpOptions(
-        keys, _BODY.value, n=_N.value, defaults=defaults, allow_special=_ALLOW_SPECIAL.value
-    )
+    http = _HTTP(keys=keys, defaults=defaults)
     api = app(services, http, metrics)
     signals = asyncio.Queue()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -399,11 +308,11 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             if left:
                 launch.say(
                     f"no more requests: answering {left} that are under way, for "
-                    f"{_GRACE.value:g} s at most; Ctrl-C ends now ..."
+                    f"{options.grace:g} s at most; Ctrl-C ends now ..."
                 )
             ended.cancel()
             ended = asyncio.create_task(signals.get())
-            await unless_ended(api.state.server.drain(_GRACE.value))
+            await unless_ended(api.state.server.drain(options.grace))
             if left := api.state.server.under_way:
                 launch.say(f"{left} requests were not answered in time")
             await asyncio.gather(*(service.stop(0) for service in services.values()))

@@ -24,24 +24,20 @@ from absl import flags
 
 from eejax.common.errors import ConfigError, DataError, require, require_one_of
 from eejax.common.paths import expanded
-from eejax.experiments import held_out, launch, step_costs
+from eejax.experiments import field_flags, held_out, launch, step_costs
+from eejax.inference.policy import ExitRules
+from eejax.train.runs import open_run
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint; the newest by default.")
-_EMA = flags.DEFINE_bool("ema", False, "Take the averaged parameters (train.ema).")
+_RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
 _TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to score instead.")
 _TOKENS = flags.DEFINE_integer("tokens", 100_000, "About so many, evenly spread.", lower_bound=1)
 _GATES = flags.DEFINE_list("gates", None, "Names of gates; all by default.")
-_EXITS = flags.DEFINE_list("exits", None, "Boundaries of the active exits; all by default.")
 _THRESHOLDS = flags.DEFINE_list("thresholds", None, "For every gate; each gate's own by default.")
-_MIN_EXIT_LAYER = flags.DEFINE_integer(
-    "min_exit_layer", 0, "Exits below so many layers are not active."
-)
-_DECAY = flags.DEFINE_float("decay", None, "How fast thresholds fall along a window; not at all.")
+_EXITS = field_flags.define(ExitRules, ["exits"])
+_RULES = field_flags.define(ExitRules, ("min_exit_layer", "decay"))
 _TIME = flags.DEFINE_bool("time", False, "Time segments and heads, and predict a token's time.")
 _OUT = flags.DEFINE_string("out", None, "The picture; WORKDIR/sweep.png by default.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
-flags.mark_flags_as_required(["workdir"])
 
 POINTS = 12  # thresholds of a gate, where none are given
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -52,34 +48,31 @@ def main() -> None:
     from eejax import analysis, calibration
     from eejax.gates.confidence import GATES
     from eejax.inference.policy import ExitPolicy, available_gates
-    from eejax.train.runs import open_run
 
     for gate in _GATES.value or ():
         require_one_of("--gates", gate, GATES)
 
-    def given(flag, kind):
-        return flag.value and launch.numbers(flag.name, flag.value, kind)
-
-    chosen, thresholds = given(_EXITS, int), given(_THRESHOLDS, float)
+    chosen, rules = _EXITS["exits"], _RULES.values()
+    thresholds = _THRESHOLDS.value and launch.numbers("thresholds", _THRESHOLDS.value, float)
     require(thresholds != [], "--thresholds", "", "must be numbers in [0, 1]")
-    run = open_run(_WORKDIR.value, step=_STEP.value, ema=_EMA.value)
+    run = _RUN()
     model, config = run.model, run.model.config
     gates = _GATES.value or available_gates(config)
-    rules = dict(min_exit_layer=_MIN_EXIT_LAYER.value, decay=_DECAY.value)
     for threshold in thresholds or [1.0]:  # what is wrong is said before the work is done
         for gate in gates:
             ExitPolicy.make(config, 1, threshold, exits=chosen, gate=gate, **rules)
+    least = rules.get("min_exit_layer", 0)
     active = [
         e.boundary
         for e in config.exits
-        if (chosen is None or e.boundary in chosen) and e.boundary >= _MIN_EXIT_LAYER.value
+        if (chosen is None or e.boundary in chosen) and e.boundary >= least
     ]
     if not active:
         raise ConfigError(
-            f"--exits = {chosen}, --min_exit_layer = {_MIN_EXIT_LAYER.value}: leave no early exit "
+            f"--exits = {chosen}, --min_exit_layer = {least}: leave no early exit "
             f"active of this model's, at {[e.boundary for e in config.exits]}."
         )
-    out = pathlib.Path(_OUT.value or expanded(_WORKDIR.value) / "sweep.png")
+    out = pathlib.Path(_OUT.value or expanded(_RUN["workdir"]) / "sweep.png")
     if out.suffix not in SUFFIXES or out.is_dir():
         raise ConfigError(
             f"--out = {_OUT.value!r}: must be a file ending in {', '.join(SUFFIXES)}."
@@ -117,7 +110,7 @@ def main() -> None:
             gate: [describe(p, per_token, costs) for p in points] for gate, points in curves.items()
         },
     }
-    print(f"step {model.step} of {_WORKDIR.value}, {len(scores)} tokens")
+    print(f"step {model.step} of {_RUN['workdir']}, {len(scores)} tokens")
     print(show(result["curves"], config.n_layers))
     label = (
         "predicted time of a token, all layers = 1"

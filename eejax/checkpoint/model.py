@@ -39,12 +39,15 @@ def load_run(
     part: Callable[[ModelConfig, Tree], Tree] | None = None,
     ema: bool = False,
 ) -> LanguageModel:
-    """Load the model of a run's newest complete checkpoint (or of `step`), sharded over `mesh`.
+    """Load the model of a run's checkpoint, without the optimiser's state.
 
-    Optimiser state is not read. Without a mesh the parameters go to one device. `part` chooses
-    what is read: from the configuration and the shape structs of all parameters it makes those
-    of some leaves, or of the first layers of the stack. The rest is not read. `ema` takes the
-    averaged parameters of a run that keeps them (`train.ema`).
+    Args:
+      workdir: the training run.
+      step: step of the checkpoint; by default the newest complete one.
+      mesh: devices over which the parameters are sharded; by default one.
+      part: chooses what is read: from the configuration and the shape structs of all parameters it
+        makes those of some leaves, or of the first layers of the stack.
+      ema: take the averaged parameters, of a run that keeps them (`train.ema`).
 
     Raises:
       CheckpointError: no checkpoint there, none usable, one of another program version, or one

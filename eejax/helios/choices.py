@@ -47,13 +47,14 @@ class ControllerOptions:
     """Options of a controller.
 
     Attributes:
-      candidates: models that are evaluated.
+      candidates: models that are evaluated, the best by their benchmarks.
       prompts: prompts of the evaluation of one.
-      interval: prompts between two reassessments, or "auto", by what they cost
-        (`prospects.interval`).
-      window: tokens in which breaches are counted.
-      breaches: most of them in the window; with any more, something is decided.
-      greedy: tokens may leave below their threshold at all.
+      interval: prompts between two reassessments, or auto: as many as it takes until they cost no
+        more than a twentieth of the time (`prospects.interval`).
+      window: tokens in which breaches are counted, those that leave below their threshold.
+      breaches: most of the window's tokens that may leave below their threshold before more layers
+        or another model are considered.
+      greedy: models may be loaded in part, so that tokens leave below their threshold.
       gain: share by which another choice must be better, so that noise changes nothing.
       tokens: expected tokens of an answer, until some were measured.
       budget: most bytes of a model and its requests.

@@ -144,6 +144,10 @@ class EarlyExitEngine(SlotEngineBase):
         On a `mesh`, as that of `Generator.make`, slots are split evenly over the data shards, of
         which each batches its own requests.
 
+        Args:
+          slots: requests at a time.
+          context: most tokens of a request, by default the model's.
+
         Raises:
           ConfigError: for slots, a context, options, a plan or a mesh that cannot be.
         """

@@ -53,7 +53,7 @@ class GenerationParams(ExitRules, total=False):
         exit rules.
       temperature, top_k, top_p, min_p, seed: see `SamplingParams.make`.
       stop_token_ids: token ids that end a request; kept as its last token.
-      stop_strings: end a request with the token that completes one.
+      stop_strings: texts that end a request, with the token that completes one.
       decode_text: turns token ids into text; stop strings need it.
     """
 
@@ -121,6 +121,7 @@ class Decoder(abc.ABC):
 
         Args:
           prompts: token ids, each at least one token and shorter than the context.
+          max_new_tokens: most tokens to generate for a prompt.
           params: how tokens exit, are drawn and end a request.
 
         Raises:

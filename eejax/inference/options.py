@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Literal, get_args
 
 from eejax.common.errors import require, require_count, require_one_of
 from eejax.common.trees import size
@@ -14,7 +15,8 @@ from eejax.models.config import ModelConfig
 PIPELINED = "pipelined"
 ENGINES = ("full", "posthoc", "recompute", PIPELINED, "propagate", "speculative")
 SETTINGS = ("recompute", "full", "speculative")  # of the one engine that `engine_step` runs
-PROPAGATIONS = ("state", "mask")
+Propagation = Literal["state", "mask"]
+PROPAGATIONS: tuple[Propagation, ...] = get_args(Propagation)
 DRAFTS = 4  # most drafts of "speculative", unless it is told otherwise
 CHUNKS = {"cpu": 64, "gpu": 512}
 """Prompt tokens of a step by default. Every chunk reads the whole model: a GPU needs some hundreds
@@ -47,8 +49,8 @@ class EngineOptions:
         row runs in place: all drafts with the row before them instead.
       chunk: prompt tokens of a step, where prompts run beside requests that decode. None: as many
         as the device runs well together (`CHUNKS`), at most the model's context.
-      drafts: most tokens of a request that are drafted past an undecided one. How many a request
-        drafts is its `ExitPolicy.drafts`. None: `DRAFTS` for "speculative", else none.
+      drafts: most tokens of a request that are drafted past an undecided one; by default 4 with
+        "speculative", else none. A request may have fewer (`ExitPolicy.drafts`).
       adapt: "speculative" drafts fewer tokens, or none, for a request whose drafts are rarely
         accepted.
       draft_exit: number of the exit that drafts for "speculative", which loads no other.
@@ -69,7 +71,7 @@ class EngineOptions:
     drafts: int | None = None
     adapt: bool = True
     draft_exit: int = 0
-    propagate: str = "state"
+    propagate: Propagation = "state"
     num_segments: int | None = None
     logits_params: bool = False
     can_deepen: bool = False

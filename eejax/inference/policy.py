@@ -30,10 +30,11 @@ class ExitRules(TypedDict, total=False):
         default.
       prefill_exit: an early exit may emit the first token; by default not. It saves no layer: the
         prompt's pass runs all of them.
-      gate: one of `gates.confidence.GATES`, by default "max_probability".
+      gate: what a token's confidence is, by default max_probability: max_probability, margin,
+        entropy, patience, saturation, fixed, router.
       min_exit_layer: exits below this number of layers are not active; 0 by default.
-      decay: rate at which thresholds fall as a text grows (`confidence.falling`); None, the
-        default: they stay constant.
+      decay: rate at which thresholds fall as a text grows (`confidence.falling`); by default they
+        stay constant.
 
     All but `exits` are one value for all requests, or one per request.
     """
@@ -85,7 +86,8 @@ class ExitPolicy(struct.PyTreeNode):
         """Check exit rules and expand them to `batch` requests.
 
         Args:
-          threshold: one number for all, one per exit [E], or one per request and exit [b, E].
+          threshold: confidence at which a token leaves: one number for all exits, one per exit [E],
+            or one per request and exit [b, E]. At 1 no token leaves early.
           drafts: one number for all requests, or one per request.
 
         Raises:

@@ -49,7 +49,7 @@ class EngineRequest:
     Attributes:
       request_id: unique among unfinished requests.
       prompt: token ids.
-      max_tokens: most tokens to emit.
+      max_tokens: most tokens to generate.
       policy: exit rules of one request. None: no exit. The models of a fleet have their own.
       sampling: sampling of one request. None: greedy.
       logits_params: penalties and biases of one request, or None.

@@ -21,11 +21,11 @@ class SamplingParams(struct.PyTreeNode):
     """Sampling settings of each request, as traced arrays [b]: changing one compiles nothing.
 
     Attributes:
-      temperature: 0 is greedy.
-      top_k: 0 is off.
-      top_p: 1 is off.
-      min_p: 0 is off.
-      seed: a request's draws depend on (seed, position) alone.
+      temperature: divides the logits before a token is drawn; 0 takes the most likely token.
+      top_k: number of most likely tokens to draw from; 0 draws from all.
+      top_p: probability that the most likely tokens to draw from have together; 1 draws from all.
+      min_p: least probability of a token to draw, as a share of the most likely token's; 0 is off.
+      seed: seed of the draws, which depend on it and on the position alone.
     """
 
     temperature: jax.Array

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from typing import Annotated
 
-from eejax.common.errors import require
+from annotated_types import Interval
+
+from eejax.common.fields import NonNegativeFloat, PositiveFloat, UnitFloat, check_fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,30 +30,14 @@ class LossObjective:
     expectations. With a large vocabulary the exits' heads are most of a step.
     """
 
-    z_loss: float = 0.0
+    z_loss: NonNegativeFloat = 0.0
     confidence_weighted: bool = False
-    distillation: float = 0.0
-    distillation_temperature: float = 1.0
-    exit_tokens: float = 1.0
+    distillation: UnitFloat = 0.0
+    distillation_temperature: PositiveFloat = 1.0
+    exit_tokens: Annotated[float, Interval(gt=0, le=1)] = 1.0
 
     def __post_init__(self):
-        def number(field: str, ok, allowed: str) -> None:
-            value = getattr(self, field)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            require(is_number and ok(value), f"LossObjective.{field}", value, allowed)
-
-        number("z_loss", lambda x: 0 <= x < math.inf, "must be a finite number of at least 0")
-        number("distillation", lambda x: 0 <= x <= 1, "must be in [0, 1]")
-        number(
-            "distillation_temperature", lambda x: 0 < x < math.inf, "must be positive and finite"
-        )
-        number("exit_tokens", lambda x: 0 < x <= 1, "must be above 0 and at most 1")
-        require(
-            isinstance(self.confidence_weighted, bool),
-            "LossObjective.confidence_weighted",
-            self.confidence_weighted,
-            "must be True or False",
-        )
+        check_fields(self)
 
 
 CROSS_ENTROPY = LossObjective()

@@ -9,6 +9,7 @@ excluded: its weight is always 1. With `initial` below `final` a schedule is the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +19,10 @@ from eejax.common.errors import require, require_given, require_one_of
 
 Schedule = Callable[[jax.Array | int], jax.Array]
 
-KINDS = ("constant", "linear", "cosine")
-CURRICULA = ("none", "rotating", "gradual")
+Kind = Literal["constant", "linear", "cosine"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+Curriculum = Literal["none", "rotating", "gradual"]
+CURRICULA: tuple[Curriculum, ...] = get_args(Curriculum)
 
 
 def constant(weights: Sequence[float]) -> Schedule:

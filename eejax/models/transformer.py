@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,8 @@ from eejax.models.config import NO_WINDOW, ModelConfig
 from eejax.models.params import for_compute
 from eejax.sharding.spread import gathered
 
-REMAT = ("none", "dots", "full")
+Remat = Literal["none", "dots", "full"]
+REMAT: tuple[Remat, ...] = get_args(Remat)
 
 
 def embed(

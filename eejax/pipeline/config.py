@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from typing import Literal, get_args
 
-from eejax.common.errors import require, require_one_of
-from eejax.pipeline.partition import BALANCED, EVEN, PLACEMENTS
-from eejax.pipeline.schedule import EXIT_POLICIES, GENERATORS
+from eejax.common.errors import require
+from eejax.common.fields import PositiveFloat, PositiveInt, check_fields
+from eejax.pipeline.partition import EVEN, Placement
+from eejax.pipeline.schedule import ExitTiming
 
-FILLS = ("none", "part1", "part2", "both")
+Fill = Literal["none", "part1", "part2", "both"]
+FILLS: tuple[Fill, ...] = get_args(Fill)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,37 +34,16 @@ class PipelineConfig:
         number of microbatches that fit is computed.
     """
 
-    schedule: str = "1f1b"
-    exits: str = "mixed"
-    layers: str | tuple[int, ...] = EVEN
-    placement: str = "later"
-    fill: str = "none"
-    backward_cost: float = 2.0
+    schedule: Literal["1f1b", "gpipe"] = "1f1b"
+    exits: ExitTiming = "mixed"
+    layers: Literal["even", "balanced"] | tuple[PositiveInt, ...] = EVEN
+    placement: Placement = "later"
+    fill: Fill = "none"
+    backward_cost: PositiveFloat = 2.0
 
     def __post_init__(self):
+        check_fields(self)
         name = "PipelineConfig"
-        require_one_of(f"{name}.schedule", self.schedule, tuple(GENERATORS))
-        require_one_of(f"{name}.exits", self.exits, EXIT_POLICIES)
-        require_one_of(f"{name}.placement", self.placement, PLACEMENTS)
-        require_one_of(f"{name}.fill", self.fill, FILLS)
-        if isinstance(self.layers, list):
-            object.__setattr__(self, "layers", tuple(self.layers))
-        if isinstance(self.layers, str):
-            require_one_of(f"{name}.layers", self.layers, (EVEN, BALANCED))
-        else:
-            ok = all(isinstance(n, int) and n >= 1 for n in self.layers)
-            require(
-                ok,
-                f"{name}.layers",
-                self.layers,
-                "must be numbers of layers, each at least 1, as (7, 7, 6, 4), 'even' or 'balanced'",
-            )
-        require(
-            0 < self.backward_cost < math.inf,
-            f"{name}.backward_cost",
-            self.backward_cost,
-            "must be positive and finite",
-        )
         require(
             self.fill == "none" or self.schedule == "1f1b",
             f"{name}.fill",

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.models.config import ModelConfig
 
-PLACEMENTS = ("later", "earlier")
+Placement = Literal["later", "earlier"]
+PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
 EVEN, BALANCED = "even", "balanced"
 INPUT, INSIDE, OUTPUT = "input", "inside", "output"
 

@@ -15,13 +15,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from eejax.common.errors import require, require_one_of
 
-EXIT_POLICIES = ("mixed", "aligned", "deferred")
+ExitTiming = Literal["mixed", "aligned", "deferred"]
+EXIT_POLICIES: tuple[ExitTiming, ...] = get_args(ExitTiming)
 FORWARD, EXITS, BACKWARD = "forward", "exits", "backward"
 IDLE = -1
 

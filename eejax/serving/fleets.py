@@ -46,7 +46,7 @@ from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
 from eejax.serving.messages import BuiltEngine
-from eejax.serving.models import batch_options
+from eejax.serving.models import batch_options, require_room
 from eejax.serving.worker import joined
 
 log = logging.getLogger(LOG)
@@ -62,9 +62,13 @@ class FleetConfig:
     Attributes:
       objective, limits: as `ServiceObjective.of` takes them.
       options: of its `Controller`.
-      repository: an SQLite file with measurements, from which a fleet continues.
-      audits: share of the answers that are judged again.
-      quality: what `accuracy` is, as `QualitySource.parse` reads it.
+      repository: an SQLite file with measurements, from which a fleet continues; by default they
+        are kept in memory.
+      audits: share of the answers that the whole of their model judges again.
+      quality: what accuracy is. best, or best:NAME: the share of tokens that the largest model, or
+        the one named, would have chosen; judge:PATH: by the perplexity of the answers under a model
+        that is not served; benchmark, or benchmark:TASK,...: scores that were imported with eejax
+        repository.
     """
 
     objective: str = "throughput"
@@ -104,6 +108,7 @@ class ServedFleet:
 
     def __post_init__(self):
         require(bool(self.sources), "sources", self.sources, "must name a model at least")
+        require_room(self.slots, self.context)
         unknown = sorted({*self.thresholds} - {*self.sources})
         require(not unknown, "thresholds", unknown, f"must be of {sorted(self.sources)}")
 

@@ -72,7 +72,8 @@ class HttpOptions:
       prompts: most prompts of a request.
       n: most choices of a prompt.
       defaults: exit rules by model.
-      allow_special: names of special tokens in clients' text are these tokens; else they are text.
+      allow_special: names of special tokens in clients' text, as <|im_end|>, are these tokens. By
+        default they are text, and special tokens come from the chat template alone.
     """
 
     keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)

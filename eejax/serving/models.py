@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from eejax.checkpoint.language_model import load
-from eejax.common.errors import require
+from eejax.common.errors import require, require_count
 from eejax.data import chat
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.options import EngineOptions
@@ -20,10 +20,12 @@ class ServedModel:
 
     Attributes:
       source: a run's workdir, a Hugging Face folder or a name on the Hub.
-      tokenizer, dtype: as in `eejax.load`.
-      slots: requests at a time.
+      tokenizer: "bytes", a file or a folder, for a model without a tokenizer.
+      dtype: dtype in which a pretrained model is computed, float32 by default.
+      slots: requests that a model works on at a time.
       context: most tokens of a request, by default the model's.
-      drafts, chunk: as in `EngineOptions`.
+      drafts: most tokens of a request that are drafted past an undecided one.
+      chunk: as in `EngineOptions`.
       mesh: devices over which the model is sharded.
     """
 
@@ -38,6 +40,8 @@ class ServedModel:
 
     def __post_init__(self):
         require(bool(self.source), "source", self.source, "must name a model")
+        require_count("drafts", self.drafts, least=0)
+        require_room(self.slots, self.context)
 
     def __call__(self) -> BuiltEngine:
         mesh = None if self.mesh is None else make_mesh(self.mesh)
@@ -51,6 +55,13 @@ class ServedModel:
         if template is not None:
             chat.ChatTemplate(*template)  # one that is none is told before anybody asks
         return BuiltEngine(engine, config, opened.tokenizer, template)
+
+
+def require_room(slots: int, context: int | None) -> None:
+    """Raise ConfigError unless there can be so many slots, of so many tokens."""
+    require_count("slots", slots)
+    if context is not None:
+        require_count("context", context, least=2)
 
 
 def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> EngineOptions:

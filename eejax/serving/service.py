@@ -60,10 +60,11 @@ class ServiceOptions:
     """Options of a service.
 
     Attributes:
-      waiting: most requests without a slot.
-      steps: engine steps between two looks at the pipe.
+      waiting: most requests that wait for a slot.
+      steps: engine steps between two looks at new requests: fewer answer sooner, more bring more
+        tokens a second.
       first_pause, longest_pause: seconds before a new engine is started, doubled each time.
-      grace: seconds that requests have to finish once the service is told to end.
+      grace: seconds in which requests under way can finish once the service is to end.
       silence: seconds without a sign of life after which an engine is ended and another started.
     """
 

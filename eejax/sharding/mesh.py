@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from eejax.common.axes import DATA, MESH_AXES, MODEL, Axes
 from eejax.common.errors import ConfigError, require
+from eejax.common.fields import PositiveInt, check_fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,14 +33,7 @@ class Layout:
     shard_params: bool = False
 
     def __post_init__(self):
-        for field in dataclasses.fields(Layout):
-            value = getattr(self, field.name)
-            require(
-                isinstance(value, bool),
-                f"{type(self).__name__}.{field.name}",
-                value,
-                "must be True or False",
-            )
+        check_fields(self)
 
     @property
     def params_over(self) -> str | None:
@@ -57,18 +51,20 @@ DEFAULT = Layout()
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Layout):
-    """Devices along each axis: `data` copies of the model, each cut into `pipe` stages, each
-    stage's matrices cut into `model` shards; and the `Layout` of what these hold."""
+    """Devices along each axis, and the `Layout` of what these hold.
 
-    data: int = 1
-    pipe: int = 1
-    model: int = 1
+    Attributes:
+      data: copies of the model, which share the batch.
+      pipe: stages of each copy, one above the other.
+      model: shards of the matrices of each stage.
+    """
+
+    data: PositiveInt = 1
+    pipe: PositiveInt = 1
+    model: PositiveInt = 1
 
     def __post_init__(self):
         super().__post_init__()
-        for name, value in zip(MESH_AXES, self.shape, strict=True):
-            ok = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-            require(ok, f"MeshConfig.{name}", value, "must be a positive number of devices")
         require(
             not self.shard_params or self.pipe == 1,
             "MeshConfig.shard_params",

@@ -6,28 +6,31 @@ import dataclasses
 import json
 import typing
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Interval
 from ml_collections import ConfigDict, config_dict
 
-from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.common.errors import ConfigError, require
+from eejax.common.fields import (
+    BelowOne,
+    NonNegativeInt,
+    PositiveInt,
+    check_fields,
+    members,
+)
 from eejax.data.blend import shares_of
 from eejax.data.loader import BatchSchedule
 from eejax.losses import schedules
 from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models.config import ModelConfig, build
-from eejax.models.transformer import REMAT
+from eejax.models.transformer import Remat
 from eejax.pipeline.config import PIPELINE, PipelineConfig
 from eejax.sharding.mesh import MeshConfig
 from eejax.train import recipes
-from eejax.train.config_types import check_types, is_union, plain, require_known
+from eejax.train.config_types import check_types, plain, require_known
 from eejax.train.optimizer import OptimizerConfig
 from eejax.train.scope import TuneConfig
-
-
-def _positive(field: str, value: Any) -> None:
-    ok = isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
-    require(ok, field, value, "must be a positive integer below 2^31")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +54,18 @@ class DataConfig:
 
     source: str | tuple[str, ...] = "python-stdlib"
     tokenizer: str = "bytes"
-    length: int = 256
-    validation_fraction: float = 0.05
+    length: PositiveInt = 256
+    validation_fraction: BelowOne = 0.05
     split_seed: int = 0
     document_masks: bool = False
     packed: str | None = None
     max_bytes: int | None = None
     text_field: str = "text"
     weights: tuple[float, ...] | None = None
-    prefetch: int = 0
+    prefetch: Annotated[int, Interval(ge=0, le=256)] = 0
 
     def __post_init__(self):
-        for name in ("source", "weights"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_fields(self)
         if self.weights is not None:
             n = len(self.source) if isinstance(self.source, tuple) else 1
             require(
@@ -74,19 +75,6 @@ class DataConfig:
                 f"must have one weight for each of several sources ({n})",
             )
             shares_of(self.weights, "DataConfig.weights")
-        require(
-            isinstance(self.prefetch, int) and 0 <= self.prefetch <= 256,
-            "DataConfig.prefetch",
-            self.prefetch,
-            "must be up to 256 threads, 0 for none",
-        )
-        _positive("DataConfig.length", self.length)
-        require(
-            0 <= self.validation_fraction < 1,
-            "DataConfig.validation_fraction",
-            self.validation_fraction,
-            "must be in [0, 1)",
-        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,26 +91,15 @@ class ExitWeights:
     """
 
     weights: tuple[float, ...] = ()
-    kind: str = "constant"
+    kind: schedules.Kind = "constant"
     initial: tuple[float, ...] | None = None
-    steps: int = 0
-    begin: int = 0
-    curriculum: str = "none"
+    steps: NonNegativeInt = 0
+    begin: NonNegativeInt = 0
+    curriculum: schedules.Curriculum = "none"
     rotation: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "weights", tuple(self.weights))
-        if self.initial is not None:
-            object.__setattr__(self, "initial", tuple(self.initial))
-        require_one_of("ExitWeights.kind", self.kind, schedules.KINDS)
-        for name in ("steps", "begin"):
-            require(
-                0 <= getattr(self, name) < 2**31,
-                f"ExitWeights.{name}",
-                getattr(self, name),
-                "must be at least 0, and below 2^31",
-            )
-        require_one_of("ExitWeights.curriculum", self.curriculum, schedules.CURRICULA)
+        check_fields(self)
         require(
             self.rotation is None or self.curriculum == "rotating",
             "ExitWeights.rotation",
@@ -185,77 +162,38 @@ class TrainConfig:
     (not the first, which compiles) are written to profile/ for TensorBoard or Perfetto.
     """
 
-    steps: int = 1000
-    batch_size: int = 8
-    microbatches: int = 1
-    remat: str = "dots"
-    seed: int = 0
-    log_every: int = 10
-    eval_every: int = 250
-    eval_batches: int | None = 20
-    checkpoint_every: int = 250
-    keep_checkpoints: int = 3
+    steps: PositiveInt = 1000
+    batch_size: PositiveInt = 8
+    microbatches: PositiveInt = 1
+    remat: Remat = "dots"
+    seed: NonNegativeInt = 0
+    log_every: PositiveInt = 10
+    eval_every: NonNegativeInt = 250
+    eval_batches: PositiveInt | None = 20
+    checkpoint_every: NonNegativeInt = 250
+    keep_checkpoints: PositiveInt = 3
     batch_rampup: tuple[int, ...] | None = None
-    layer_dropout: float = 0.0
-    layer_dropout_growth: str = "constant"
-    ema: float | None = None
-    loss_scale: float = 2.0**16
-    loss_scale_interval: int = 1000
-    profile_begin: int = 10
-    profile_steps: int = 0
+    layer_dropout: BelowOne = 0.0
+    layer_dropout_growth: recipes.Growth = "constant"
+    ema: BelowOne | None = None
+    loss_scale: recipes.InitialScale = 2.0**16
+    loss_scale_interval: PositiveInt = 1000
+    profile_begin: PositiveInt = 10
+    profile_steps: NonNegativeInt = 0
     base: str | None = None
-    base_step: int | None = None
+    base_step: NonNegativeInt | None = None
 
     def __post_init__(self):
-        for name in (
-            "steps",
-            "batch_size",
-            "microbatches",
-            "log_every",
-            "keep_checkpoints",
-            "loss_scale_interval",
-            "profile_begin",
-        ):
-            _positive(f"TrainConfig.{name}", getattr(self, name))
-        require_one_of("TrainConfig.remat", self.remat, REMAT)
-        if isinstance(self.batch_rampup, list):
-            object.__setattr__(self, "batch_rampup", tuple(self.batch_rampup))
+        check_fields(self)
         BatchSchedule.of(self.batch_size, self.batch_rampup, "TrainConfig.batch_rampup")
-        require(
-            0 <= self.layer_dropout < 1,
-            "TrainConfig.layer_dropout",
-            self.layer_dropout,
-            "must be in [0, 1)",
-        )
-        require_one_of(
-            "TrainConfig.layer_dropout_growth", self.layer_dropout_growth, recipes.GROWTHS
-        )
-        require(
-            self.ema is None or 0 <= self.ema < 1,
-            "TrainConfig.ema",
-            self.ema,
-            "must be in [0, 1), or None for no average",
-        )
-        require(
-            recipes.MIN_SCALE <= self.loss_scale <= recipes.MAX_SCALE,
-            "TrainConfig.loss_scale",
-            self.loss_scale,
-            f"must be in [{recipes.MIN_SCALE:g}, {recipes.MAX_SCALE:g}]",
-        )
-        for name in ("eval_every", "checkpoint_every", "seed", "profile_steps"):
-            value = getattr(self, name)
-            ok = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-            require(ok, f"TrainConfig.{name}", value, "must be an integer from 0 to 2^31 - 1")
         require(
             not self.profile_steps or self.profile_begin <= self.steps,
             "TrainConfig.profile_begin",
             self.profile_begin,
             f"must be one of the {self.steps} steps where profile_steps are traced",
         )
-        if self.eval_batches is not None:
-            _positive("TrainConfig.eval_batches", self.eval_batches)
         require(
-            self.base_step is None or (self.base is not None and self.base_step >= 0),
+            self.base_step is None or self.base is not None,
             "TrainConfig.base_step",
             self.base_step,
             f"must be None, or the number of a checkpoint of train.base ({self.base!r})",
@@ -456,7 +394,7 @@ def _defaults(cls: type) -> dict[str, Any]:
             result[field.name] = _defaults(type_)
         elif field.default is dataclasses.MISSING:
             result[field.name] = config_dict.placeholder(type_)
-        elif is_union(type_):  # a flag takes any literal, None too; `check_types` judges it
+        elif len(members(type_)) > 1:  # a flag takes any literal, None too; `check_types` judges it
             result[field.name] = config_dict.FieldReference(field.default, field_type=object)
         else:
             result[field.name] = field.default

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from eejax.common.errors import require, require_one_of
+from eejax.common.fields import (
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    UnitFloat,
+    check_fields,
+)
 from eejax.common.trees import Tree
 
-SCHEDULES = ("cosine", "linear", "constant", "inverse_sqrt")
+Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,49 +33,18 @@ class OptimizerConfig:
     global norm of `clip_norm` (None: never).
     """
 
-    learning_rate: float = 3e-4
-    final_fraction: float = 0.1
-    schedule: str = "cosine"
-    warmup_steps: int = 100
-    b1: float = 0.9
-    b2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float | None = 1.0
+    learning_rate: PositiveFloat = 3e-4
+    final_fraction: UnitFloat = 0.1
+    schedule: Schedule = "cosine"
+    warmup_steps: NonNegativeInt = 100
+    b1: BelowOne = 0.9
+    b2: BelowOne = 0.95
+    eps: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.1
+    clip_norm: PositiveFloat | None = 1.0
 
     def __post_init__(self):
-        name = "OptimizerConfig"
-        for field in ("learning_rate", "eps"):
-            value = getattr(self, field)
-            require(0 < value < math.inf, f"{name}.{field}", value, "must be positive and finite")
-        for field in ("b1", "b2"):
-            value = getattr(self, field)
-            require(0 <= value < 1, f"{name}.{field}", value, "must be in [0, 1)")
-        require(
-            0 <= self.final_fraction <= 1,
-            f"{name}.final_fraction",
-            self.final_fraction,
-            "must be in [0, 1]",
-        )
-        require_one_of(f"{name}.schedule", self.schedule, SCHEDULES)
-        require(
-            isinstance(self.warmup_steps, int) and self.warmup_steps >= 0,
-            f"{name}.warmup_steps",
-            self.warmup_steps,
-            "must be a number of steps, 0 for none",
-        )
-        require(
-            0 <= self.weight_decay < math.inf,
-            f"{name}.weight_decay",
-            self.weight_decay,
-            "must be at least 0",
-        )
-        require(
-            self.clip_norm is None or 0 < self.clip_norm < math.inf,
-            f"{name}.clip_norm",
-            self.clip_norm,
-            "must be positive, or None for no clipping",
-        )
+        check_fields(self)
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Annotated, Literal, get_args
 
 import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from annotated_types import Interval
 
 from eejax.common.errors import require, require_one_of
 from eejax.common.trees import Tree
 
-GROWTHS = ("constant", "exponential")
+Growth = Literal["constant", "exponential"]
+GROWTHS: tuple[Growth, ...] = get_args(Growth)
 
 
 def layer_dropout(
@@ -54,6 +57,7 @@ def averaged(ema: Tree, params: Tree, decay: float, step: jax.Array) -> Tree:
 
 MIN_SCALE = 2.0**-14
 MAX_SCALE = 2.0**24
+InitialScale = Annotated[float, Interval(ge=MIN_SCALE, le=MAX_SCALE)]
 
 
 class LossScale(flax.struct.PyTreeNode):

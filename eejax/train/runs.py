@@ -73,9 +73,16 @@ def open_run(
     mesh: Mesh | None = None,
     ema: bool = False,
 ) -> TrainedRun:
-    """Open the newest whole checkpoint of a run (or that of `step`), sharded over `mesh`.
+    """Open a checkpoint of a run.
 
-    `ema` selects the averaged parameters. Raises `CheckpointError` as `load_run` does.
+    Args:
+      workdir: the training run.
+      step: step of the checkpoint; by default the newest complete one.
+      mesh: devices over which the parameters are sharded; by default one.
+      ema: take the averaged parameters, of a run that keeps them (`train.ema`).
+
+    Raises:
+      CheckpointError: as `load_run` does.
     """
     model = load_run(workdir, step=step, mesh=mesh, ema=ema)
     return TrainedRun(expanded(workdir), model, saved_experiment(model.metadata))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, get_args
 
 import jax
 import numpy as np
 
 from eejax.common.errors import require, require_one_of
+from eejax.common.fields import check_fields
 from eejax.common.trees import Tree, join, path_name, split
 from eejax.models import params
 from eejax.models.config import ModelConfig
@@ -16,8 +17,9 @@ from eejax.models.config import ModelConfig
 if TYPE_CHECKING:
     from eejax.train.config import Experiment
 
-PARTS = ("all", "trunk", "heads", "exits")
-STARTS = ("copy", "random")
+Part = Literal["all", "trunk", "heads", "exits"]
+PARTS: tuple[Part, ...] = get_args(Part)
+Start = Literal["copy", "random"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,16 +35,14 @@ class TuneConfig:
     `train.seed`.
     """
 
-    part: str = "all"
+    part: Part = "all"
     exits: tuple[int, ...] = ()
-    start: str = "copy"
+    start: Start = "copy"
 
     def __post_init__(self):
-        object.__setattr__(self, "exits", tuple(self.exits))
+        check_fields(self)
         ascending = list(self.exits) == sorted(set(self.exits))
         require(ascending, "TuneConfig.exits", self.exits, "must be ascending, each boundary once")
-        require_one_of("TuneConfig.part", self.part, PARTS)
-        require_one_of("TuneConfig.start", self.start, STARTS)
         require(
             not self.exits or self.part == "exits",
             "TuneConfig.exits",

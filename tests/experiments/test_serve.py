@@ -52,9 +52,21 @@ def test_why_an_engine_ended_is_told_each_time(tmp_path, capsys):
     [
         (["--grace=nan"], "--grace = nan: must be at least 0."),
         (["--objective=energy", "--audits=nan"], "--audits = nan: must lie in [0, 1]."),
+        (["--slots=0"], "--slots = 0: must be an integer of at least 1."),
+        (["--context=1"], "--context = 1: must be an integer of at least 2."),
+        (["--drafts=-1"], "--drafts = -1: must be an integer of at least 0."),
+        (["--waiting=-1"], "--waiting = -1: must be an integer of at least 0."),
+        (["--steps=0"], "--steps = 0: must be an integer of at least 1."),
+        (["--max_n=0"], "--max_n = 0: must be an integer of at least 1."),
+        (["--max_body=0"], "--max_body = 0: must be an integer of at least 1."),
+        (["--objective=energy", "--slots=0"], "--slots = 0: must be an integer of at least 1."),
+        (["--objective=energy", "--breaches=101"], "--breaches = 101: must fit the window."),
+        (["--objective=energy", "--drafts=2"], "--drafts = 2: does not go with --objective."),
+        (["--greedy"], "--greedy: goes with --objective, which names what is best."),
+        (["--reassess=auto"], "--reassess: goes with --objective, which names what is best."),
     ],
 )
-def test_flags_that_are_no_numbers(flags, said):
+def test_bad_values_name_their_flag(flags, said):
     with pytest.raises(ConfigError, match=f"^{re.escape(said)}"):
         call("eejax.experiments.serve", "--model=a=/none", "--port=0", *flags)
 
