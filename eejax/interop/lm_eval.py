@@ -36,7 +36,7 @@ from eejax.inference.policy import ExitRules
 from eejax.inference.state import power_of_two
 from eejax.losses.cross_entropy import IGNORE
 
-SHORTEST = 16  # texts are padded to a power of two from here on
+MIN_LENGTH = 16  # texts are padded to a power of two from here on
 KEPT = 2  # passes that are remembered: one over texts with a continuation, one over whole texts
 MOST = 256  # tokens of a generation, where neither the task nor the caller says
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -288,7 +288,7 @@ class EarlyExitLM(TemplateLM):
         pieces = sorted(pieces, key=lambda piece: -len(piece[1]))
         for i in range(0, len(pieces), self.batch_size):
             rows = pieces[i : i + self.batch_size]
-            width = max(SHORTEST, power_of_two(len(rows[0][1])))
+            width = max(MIN_LENGTH, power_of_two(len(rows[0][1])))
             shape = (self.batch_size, min(width, self.config.context_length))
             tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
             units = np.zeros(self.batch_size, np.int64)

@@ -17,21 +17,21 @@ class AttentionOptions:
     """Static options of `decode_attention`.
 
     Attributes:
-      width: most rows of a span.
-      most: most rows of one slot in a call.
+      width: maximum rows of a span.
+      max_rows: maximum rows of one slot in a call.
       scale: factor of the scores q . k.
       window: positions that a row attends to, its own included; None: all up to its own.
       softcap: scores become cap * tanh(score / cap); None: they stay as they are.
     """
 
     width: int
-    most: int
+    max_rows: int
     scale: float
     window: int | None = None
     softcap: float | None = None
 
     def __post_init__(self):
-        for name in ("width", "most"):
+        for name in ("width", "max_rows"):
             require_count(f"AttentionOptions.{name}", getattr(self, name))
         if self.window is not None:
             require_count("AttentionOptions.window", self.window)

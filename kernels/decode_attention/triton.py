@@ -416,7 +416,7 @@ def decode_attention(
         PRECISION=precision,
         BS=call.next_power_of_2(spans),
         BW=call.next_power_of_2(options.width),
-        BR=call.next_power_of_2(min(r, options.most)),
+        BR=call.next_power_of_2(min(r, options.max_rows)),
         **own,
     )
     if parts == 1:

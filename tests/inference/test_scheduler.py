@@ -310,7 +310,7 @@ def test_a_request_goes_on_in_another_scheduler():
 @pytest.mark.parametrize(
     "change, match",
     [
-        (dict(request_id=""), "request_id = '': must be a string that is not empty"),
+        (dict(request_id=""), "request_id = '': must be a nonempty string"),
         (dict(request_id=3), "request_id = 3"),
         (dict(prompt="def"), "prompt = 'def': must be a sequence of token ids"),
         (dict(prompt=[1.5]), "prompt"),
