@@ -369,9 +369,7 @@ class PipelineStage:
         return grads.get("h"), total, sums[0]
 
     def items(self, *at: str) -> dict[str, jax.Array]:
-        """Return this stage's exits `at` such places, as arrays [n], n the maximum number of a stage;
-        {} if no stage has one.
-
+        """Return this stage's exits `at` such places: arrays [n], n the maximum of any stage; or {}.
         kind: number of its program, -1 for padding; which: index among the exits with a loss;
         output, input: whether it reads the stage's output or input; begins: whether it is the
         first to read that; slot: index among the states inside the stage.

@@ -293,7 +293,7 @@ def test_what_does_not_fit_an_engine_is_named(subset):
     with pytest.raises(ConfigError, match="rows.context = 48: must be that of this engine, 24"):
         other.insert(other.start(), rows, [0])
     for limits in ([2.7], [-5], 3, [1, 2]):
-        with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1: one)"):
+        with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1, one)"):
             RequestRows.make(
                 config, [2], limits, ExitPolicy.make(config, 1), SamplingParams.make(1)
             )

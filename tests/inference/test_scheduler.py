@@ -303,7 +303,7 @@ def test_a_request_goes_on_in_another_scheduler():
         add(make(), prompt, limit, tokens=[had[0]] * limit)
     engine = dataclasses.replace(ScriptedEngine(said, (2, 4), 2, 64))
     object.__setattr__(engine, "resumes", False)
-    with pytest.raises(ConfigError, match="the engine resumes nothing"):
+    with pytest.raises(ConfigError, match="the engine cannot resume"):
         add(Scheduler(engine, CONFIG), prompt, limit, tokens=had)
 
 

@@ -245,7 +245,7 @@ def test_where_exits_lie():
     assert name(earlier.inner) == [(1, 4), (5, 6), ()]
     for layers in ((4, 4, 1), (8, 0), (4, 2)):
         with pytest.raises(
-            ConfigError, match="pipeline.layers = .*(a layer or more|add up to the 8)"
+            ConfigError, match="pipeline.layers = .*(at least one layer|add up to the 8)"
         ):
             exit_places(config, layers)
 
