@@ -37,10 +37,10 @@ def prompt_arrived(state: ControllerState, time: float) -> Transition:
     state = state.replaced(prompts=state.prompts + 1)
     outcome = Transition(state)
     if state.plan:
-        seen, serving = state.plan[0], state.serving
-        if state.wanted == state.current == seen.choice and seen.left:
-            state = state.with_first(evaluations.assign_prompt(seen, time))
-            return Transition(state, assignment=Assignment(seen.choice, True))
+        running, serving = state.plan[0], state.serving
+        if state.wanted == state.current == running.choice and running.left:
+            state = state.with_first(evaluations.assign_prompt(running, time))
+            return Transition(state, assignment=Assignment(running.choice, True))
         if serving is not None and serving in state.depths:
             choice = ModelDepth(serving, state.depths[serving])
             return Transition(state, assignment=Assignment(choice, False))
@@ -88,8 +88,8 @@ def tokens_emitted(
     """
     counts = dict(below=state.below + sum(below), emitted=state.emitted + len(below))
     if state.plan and state.plan[0].choice == state.current and state.plan[0].model == model:
-        seen = evaluations.count_tokens(state.plan[0], () if own else below)
-        return Transition(state.with_first(seen).replaced(**counts))
+        running = evaluations.count_tokens(state.plan[0], () if own else below)
+        return Transition(state.with_first(running).replaced(**counts))
     if own or not state.serves(model):
         return Transition(state.replaced(**counts))
     window, share = breach_window.count_tokens(state.window, below)
@@ -138,9 +138,9 @@ def prompt_answered(
     exits = [e for e in exits if 0 <= e < state.rules.profiles[model].exits]
     if not exits:  # which says nothing
         return prompt_dropped(state, time, model)
-    seen = evaluations.record_answer(state.plan[0], telemetry, exits)
-    state = state.with_first(seen)
-    return decisions.finish_evaluation(state, time) if seen.done else Transition(state)
+    running = evaluations.record_answer(state.plan[0], telemetry, exits)
+    state = state.with_first(running)
+    return decisions.finish_evaluation(state, time) if running.done else Transition(state)
 
 
 def prompt_dropped(
@@ -186,11 +186,11 @@ def answers_audited(
 
 
 def _evaluation_failed(state: ControllerState, time: float) -> Transition:
-    seen = evaluations.record_failure(state.plan[0])
-    state = state.with_first(seen)
-    if seen.failed < state.rules.options.prompts:
+    running = evaluations.record_failure(state.plan[0])
+    state = state.with_first(running)
+    if running.failed < state.rules.options.prompts:
         return Transition(state)
-    return decisions.give_up(state, time, seen.model, "its answers end in errors")
+    return decisions.give_up(state, time, running.model, "its answers end in errors")
 
 
 def _is_open(state: ControllerState, model: str) -> bool:

@@ -81,7 +81,7 @@ class Partition:
 
     @property
     def even(self) -> bool:
-        """Whether all stages have equally many layers."""
+        """True if all stages have equally many layers."""
         return min(self.layers) == self.max_layers
 
     @functools.cached_property

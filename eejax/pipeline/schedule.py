@@ -83,7 +83,7 @@ class Schedule:
 
     @functools.cached_property
     def crossings(self) -> np.ndarray:
-        """Whether a value crosses from stage i to i + 1 or back after a step, [steps, stages - 1]
+        """True if a value crosses from stage i to i + 1 or back after a step, [steps, stages - 1]
         bool.
 
         A state crosses after its forward pass on a stage, a gradient after its backward pass.
@@ -98,7 +98,7 @@ class Schedule:
 
     @functools.cached_property
     def links(self) -> np.ndarray:
-        """Whether stages i and i + 1 exchange values after each step, [steps, stages - 1] bool."""
+        """Stages i and i + 1 that exchange values after each step, [steps, stages - 1] bool."""
         pairs = range(self.stages - 1)
         table = [[step.linked(i) for i in pairs] for step in self.steps]
         return np.array(table, bool).reshape(len(self.steps), len(pairs))

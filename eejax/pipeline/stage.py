@@ -70,7 +70,7 @@ class Pipeline:
 
     @property
     def distils(self) -> bool:
-        """Whether exits learn from the final exit."""
+        """True if exits learn from the final exit."""
         return bool(self.objective.distillation and self.config.n_exits)
 
     @property
@@ -369,7 +369,7 @@ class PipelineStage:
         return grads.get("h"), total, sums[0]
 
     def items(self, *at: str) -> dict[str, jax.Array]:
-        """Return this stage's exits `at` such places: arrays [n], n the maximum of any stage; or {}.
+        """Return this stage's exits `at` such places: arrays [n], n the largest number; or {}.
         kind: number of its program, -1 for padding; which: index among the exits with a loss;
         output, input: whether it reads the stage's output or input; begins: whether it is the
         first to read that; slot: index among the states inside the stage.

@@ -173,7 +173,8 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
 
 def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_run, monkeypatch):
     """Its first exit says too often what the whole model would not."""
-    monkeypatch.setattr(dispatch, "AUDITS", math.inf)  # of so small a model they take most time
+    # Audits of so small a model take most of the time.
+    monkeypatch.setattr(dispatch, "AUDIT_SHARE", math.inf)
     model = load_run(small_run)
     options = EngineOptions(cap=4, drafts=0, buckets=(8,))
     member = FleetMember(model.params, model.config, dict(threshold=0.0), options)
