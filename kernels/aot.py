@@ -33,7 +33,7 @@ from eejax.kernels import call
 OPTIONS = {"xla_gpu_autotune_level": "0"}
 """Options that let XLA compile without a device."""
 
-LEAST_JAX = (0, 11)
+MIN_JAX = (0, 11)
 """The first JAX whose XLA does not copy what a conditional carries on a GPU."""
 
 CUDNN = 91200
@@ -160,7 +160,7 @@ def versions() -> dict[str, str]:
 
 def complaint() -> str | None:
     """Return why programs of this JAX are not those that a GPU should run, None if they are."""
-    if tuple(map(int, jax.__version__.split(".")[:2])) >= LEAST_JAX:
+    if tuple(map(int, jax.__version__.split(".")[:2])) >= MIN_JAX:
         return None
     return (
         f"jax {jax.__version__} copies the KV caches that a conditional carries, and a GPU should "

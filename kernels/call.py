@@ -32,15 +32,15 @@ FULL = ("highest", "float32", "F32_F32_F32", "F64_F64_F64")
 _X3, _X6 and _X9."""
 
 SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
-"""Bytes that a block may have, by compute capability; `LEAST_SHARED_MEMORY` of all others from
-`OLDEST` on (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+"""Bytes that a block may have, by compute capability; `MIN_SHARED_MEMORY` of all others from
+`MIN_CAPABILITY` on (CUDA C++ Programming Guide, technical specifications by compute capability)."""
 
-LEAST_SHARED_MEMORY = 101_376
+MIN_SHARED_MEMORY = 101_376
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
 """JAX's own, of which one is there wherever it finds a GPU of NVIDIA's."""
 
-OLDEST = 80
+MIN_CAPABILITY = 80
 """Compute capability from which on GPUs have bfloat16, and the asynchronous copies of A100s."""
 
 VARIABLE = "EEJAX_KERNELS"
@@ -111,14 +111,14 @@ def chosen(
     if covered or implementation == "reference":
         return implementation
     # Told once for each reason, and only where the kernel would have run.
-    if (implementation or by_kernels()) and (name, what) not in _told:
-        _told.add((name, what))
+    if (implementation or by_kernels()) and (name, what) not in _warned:
+        _warned.add((name, what))
         why = f"{name}: no kernel covers {what}; the reference runs in its place"
         warnings.warn(why, stacklevel=3)
     return "reference"
 
 
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def require_floating(name: str, a: jax.Array) -> None:
@@ -129,7 +129,7 @@ def require_floating(name: str, a: jax.Array) -> None:
 def available() -> bool:
     """Return whether jax-triton can be imported and the GPU, if there is one, runs its kernels.
 
-    Warns of a GPU older than `OLDEST`, which does not.
+    Warns of a GPU older than `MIN_CAPABILITY`, which does not.
 
     Raises:
       ImportError: there is a GPU, and jax-triton cannot be imported.
@@ -152,10 +152,10 @@ def _available(number: int | None) -> bool:
                 f"pip install 'eejax[{extra}]', or set {VARIABLE}=reference."
             ) from error
         return False
-    if number is not None and number < OLDEST:
+    if number is not None and number < MIN_CAPABILITY:
         warnings.warn(
             f"the GPU's compute capability is {number // 10}.{number % 10}: kernels need "
-            f"{OLDEST // 10}.0, and XLA's own operations take their place",
+            f"{MIN_CAPABILITY // 10}.0, and XLA's own operations take their place",
             stacklevel=3,
         )
         return False
@@ -259,7 +259,7 @@ def precision(dtype: Any) -> str:
 def shared_memory() -> int:
     """Bytes that a block has on the GPUs that programs are compiled for; an A100's where there is
     none, and nothing is compiled."""
-    return SHARED_MEMORY.get(capability() or 80, LEAST_SHARED_MEMORY)
+    return SHARED_MEMORY.get(capability() or 80, MIN_SHARED_MEMORY)
 
 
 def implementation(name: str | None) -> contextlib.AbstractContextManager:

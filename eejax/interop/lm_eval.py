@@ -37,8 +37,8 @@ from eejax.inference.state import power_of_two
 from eejax.losses.cross_entropy import IGNORE
 
 MIN_LENGTH = 16  # texts are padded to a power of two from here on
-KEPT = 2  # passes that are remembered: one over texts with a continuation, one over whole texts
-MOST = 256  # tokens of a generation, where neither the task nor the caller says
+MAX_PASSES = 2  # remembered passes: one over texts with a continuation, one over whole texts
+MAX_NEW_TOKENS = 256  # tokens of a generation, if neither the task nor the caller sets a number
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -90,7 +90,7 @@ class EarlyExitLM(TemplateLM):
         require_count("max_length", self.max_length, 2)
         require(self.max_length <= context, "max_length", max_length, f"must be at most {context}")
         self.max_gen_toks = (
-            min(MOST, self.max_length // 2) if max_gen_toks is None else max_gen_toks
+            min(MAX_NEW_TOKENS, self.max_length // 2) if max_gen_toks is None else max_gen_toks
         )
         require_count("max_gen_toks", self.max_gen_toks)
         self._allow_special = allow_special
@@ -263,7 +263,7 @@ class EarlyExitLM(TemplateLM):
             yield unit, whole[max(0, end - most - 1) : end - 1], labels
 
     def _scores(self, pieces, disable_tqdm: bool) -> ExitScores:
-        """Score the labels of the pieces, from memory if they were among the last `KEPT` passes."""
+        """Score the labels of the pieces, from memory if one of the last `MAX_PASSES` had them."""
         key = hashlib.sha256(repr((self.max_length, pieces)).encode()).hexdigest()
         if key not in self._kept:
             full = sum(len(read) == self.max_length for _, read, _ in pieces)
@@ -278,7 +278,7 @@ class EarlyExitLM(TemplateLM):
             batches = list(self._batches(pieces))
             bar = tqdm(batches, desc="scoring", unit="batch", disable=disable_tqdm)
             self._kept[key] = calibration.score(self.model.params, self.config, bar)
-            while len(self._kept) > KEPT:
+            while len(self._kept) > MAX_PASSES:
                 del self._kept[next(iter(self._kept))]
         return self._kept[key]
 

@@ -196,9 +196,10 @@ def causal_attention(q, k, v, mask, distance, slopes, config: ModelConfig) -> ja
 def use_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: ModelConfig) -> bool:
     """Return whether cuDNN's attention can run a pass.
 
-    It takes half precision without a soft cap or ALiBi, on GPUs from `call.OLDEST` on, with head
-    dimensions that are multiples of 8 up to 128 (256 from compute capability 9.0 on), and with a
-    mask only even numbers of positions. `EEJAX_KERNELS=reference` turns it off, as it does kernels.
+    It takes half precision without a soft cap or ALiBi, on GPUs from `call.MIN_CAPABILITY` on, with
+    head dimensions that are multiples of 8 up to 128 (256 from compute capability 9.0 on), and with
+    a mask only even numbers of positions. `EEJAX_KERNELS=reference` turns it off, as it does
+    kernels.
 
     Args:
       q: [b, t, k, g, h] queries.
@@ -207,7 +208,7 @@ def use_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: Mo
       config: the model's.
     """
     capability = call.capability()
-    if capability is None or capability < call.OLDEST or call.prefers_reference():
+    if capability is None or capability < call.MIN_CAPABILITY or call.prefers_reference():
         return False
     if slopes is not None or config.attention_softcap:
         return False

@@ -13,7 +13,7 @@ from eejax.kernels.decode_attention import reference
 from eejax.kernels.decode_attention.reference import AttentionOptions
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-MOST_WIDTH = 256  # of a head: a row's sums are held in registers
+MAX_WIDTH = 256  # of a head: a row's sums are held in registers
 
 
 def decode_attention(
@@ -60,7 +60,7 @@ def decode_attention(
 
     Raises:
       ConfigError: for shapes that do not fit together. The kernel covers float32, float16 and
-        bfloat16, the same for rows and caches, and heads of up to `MOST_WIDTH`; the reference
+        bfloat16, the same for rows and caches, and heads of up to `MAX_WIDTH`; the reference
         takes anything else, with a warning. Neither has a rule for `vmap` or a gradient of its own.
     """
     require(q.ndim == 4, "q", q.shape, "must be queries [r, n_kv, g, h]", "Reshape them.")
@@ -117,7 +117,7 @@ def _chosen(
     dtypes: set[jnp.dtype], width: int, implementation: str | None, empty: bool = False
 ) -> str | None:
     names = " and ".join(sorted(d.name for d in dtypes))
-    covered = dtypes in [{jnp.dtype(t)} for t in DTYPES] and width <= MOST_WIDTH
+    covered = dtypes in [{jnp.dtype(t)} for t in DTYPES] and width <= MAX_WIDTH
     what = f"rows and caches of {names}, heads of {width}"
     return call.chosen("decode_attention", implementation, covered, what, empty)
 

@@ -27,10 +27,10 @@ LONG = 1024
 """Positions from which on a part is worth a merge: twice as many programs take turns, so that one
 long slot among short ones is not waited for."""
 
-LEAST, MOST_PARTS = 64, 64
+MIN_PART, MAX_PARTS = 64, 64
 """Positions of a part at the least, where all slots are full, and parts at the most."""
 
-MOST_ROWS = 64  # query rows of a program
+MAX_ROWS = 64  # query rows of a program
 TILE, HOPPER_TILE = 2**13, 2**14
 """Bytes of a tile of keys, and as many of values; the larger for up to 16 query rows from an H100
 on.
@@ -460,21 +460,21 @@ def sizes(
         return max(16, call.next_power_of_2(a))
 
     bh, rows = least(h), options.width * g
-    bm = min(MOST_ROWS if size == 2 else 16 if exact else MOST_ROWS // 2, least(rows))
+    bm = min(MAX_ROWS if size == 2 else 16 if exact else MAX_ROWS // 2, least(rows))
     hopper = (call.capability() or 0) >= 90
     tile = HOPPER_TILE if hopper and bm == 16 and size == 2 else TILE
     bn = min(max(16, tile // (bh * size)), 128 // size, least(s))
     blocks, bo = call.cdiv(rows, bm), min(16, bn)
     reach = s if options.window is None else min(s, options.window + options.width)
     programs = spans * blocks * n_kv
-    parts = min(PROGRAMS // programs, call.cdiv(reach, LEAST))
+    parts = min(PROGRAMS // programs, call.cdiv(reach, MIN_PART))
     if reach > LONG * max(1, parts):
         parts = max(parts, min(2 * PROGRAMS // programs, call.cdiv(reach, LONG)))
     wide = bm * bh > 2**13 if size == 2 else exact or bh == 128 or (bm > 16 and bh != 256)
     stages = 1 + (MEMORY - bm * bh * size) // (2 * bn * bh * size)
     return dict(
         BLOCKS=blocks,
-        PARTS=max(1, min(parts, MOST_PARTS)),
+        PARTS=max(1, min(parts, MAX_PARTS)),
         BM=bm,
         BN=bn,
         BO=bo,

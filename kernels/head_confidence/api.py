@@ -16,7 +16,7 @@ from eejax.kernels.head_confidence.reference import HeadConfidenceOptions, Logit
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 
-MOST_ROWS = 2**24
+MAX_ROWS = 2**24
 """Rows that the shards of a table may have together: as many as float32 counts, in which they tell
 each other of tokens."""
 
@@ -94,10 +94,10 @@ def head_confidence(
         require(fits, name, shape, f"does not go with HeadConfidenceOptions.norm = {options.norm}")
     whole = rows * (lax.axis_size(axis) if axis else 1)
     require(
-        not axis or whole <= MOST_ROWS,
+        not axis or whole <= MAX_ROWS,
         "table",
         table.shape,
-        f"must have at most {MOST_ROWS} rows together with the other shards' tables",
+        f"must have at most {MAX_ROWS} rows together with the other shards' tables",
     )
     require(
         options.vocab_size <= whole,
@@ -120,7 +120,7 @@ def head_confidence(
 def _gathered(s: LogitStatistics, axis: str) -> LogitStatistics:
     """Arrays [shards, n], the same on every shard, which a sum of them is known to be."""
     size, own = lax.axis_size(axis), lax.axis_index(axis)
-    mine = jnp.stack([a.astype(jnp.float32) for a in s])  # one message; see `MOST_ROWS`
+    mine = jnp.stack([a.astype(jnp.float32) for a in s])  # one message; see `MAX_ROWS`
     blank = jnp.zeros((size, *mine.shape), jnp.float32)
     whole = lax.psum(lax.dynamic_update_index_in_dim(blank, mine, own, 0), axis)
     parts = LogitStatistics(*jnp.moveaxis(whole, 1, 0))

@@ -24,7 +24,7 @@ PROGRAMS = 216
 """Two for each multiprocessor of an A100, so that all run at once there; an H100 has room for 264.
 For bandwidth it is enough that they keep their loads on the way."""
 
-LEAST_SPAN = 16
+MIN_SPAN = 16
 """Rows of the table: as few as a product takes."""
 
 FUSED_ROWS = 16
@@ -289,7 +289,7 @@ def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
     blocks = call.cdiv(n, bn)
     # With a block alone all programs run at once; many are to end at about the same time.
     programs = PROGRAMS if blocks == 1 else call.cdiv(4 * PROGRAMS, blocks)
-    span = call.cdiv(call.cdiv(rows, programs), LEAST_SPAN) * LEAST_SPAN
+    span = call.cdiv(call.cdiv(rows, programs), MIN_SPAN) * MIN_SPAN
     bv, width = (64, 256) if bn < 64 else (128 if size == 2 else 64, 128)
     bv, bd = min(bv, least(span)), min(width // size, least(d))
     return dict(BN=bn, BV=bv, BD=bd, SPAN=span, TILES=call.cdiv(span, bv), STEPS=call.cdiv(d, bd))

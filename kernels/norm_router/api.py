@@ -14,7 +14,7 @@ from eejax.kernels.norm_router import reference
 from eejax.kernels.norms import NormOptions
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-MOST_WIDTH = 512
+MAX_WIDTH = 512
 
 
 class Routed(NamedTuple):
@@ -73,7 +73,7 @@ def norm_router(
     implementation = call.chosen(
         "norm_router",
         implementation,
-        x.dtype in DTYPES and r <= MOST_WIDTH,
+        x.dtype in DTYPES and r <= MAX_WIDTH,
         f"{x.dtype} states and a width of {r}",
         empty=not x.size,
     )

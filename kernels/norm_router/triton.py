@@ -25,7 +25,7 @@ from eejax.kernels import call
 from eejax.kernels.norms import NormOptions
 
 BLOCKS = 64  # fewer blocks of rows than this are cut along d
-MOST_CUTS = 32
+MAX_CUTS = 32
 
 
 @triton.jit
@@ -358,7 +358,7 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
             **own,
         )
         return confidence, leaves.astype(bool)
-    cuts = min(MOST_CUTS, call.cdiv(2 * BLOCKS, blocks), call.cdiv(d, bd))
+    cuts = min(MAX_CUTS, call.cdiv(2 * BLOCKS, blocks), call.cdiv(d, bd))
     span = call.cdiv(call.cdiv(d, cuts), bd) * bd
     cuts = call.cdiv(d, span)
     shapes = [(cuts, n, r), (cuts, 2, n), (cuts, 2, r)]

@@ -13,7 +13,7 @@ from eejax.kernels.norms import NormOptions
 from eejax.kernels.scatter import reference
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-MOST_WIDTH = 2**14  # a row is held whole, in registers
+MAX_WIDTH = 2**14  # a row is held whole, in registers
 
 
 def scatter(
@@ -34,7 +34,7 @@ def scatter(
     bias. `vmap` takes batches one by one. `implementation`: one of `call.IMPLEMENTATIONS`.
 
     Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
-    bfloat16 and up to `MOST_WIDTH` columns; anything else is the reference's, with a warning.
+    bfloat16 and up to `MAX_WIDTH` columns; anything else is the reference's, with a warning.
     """
     n, d = x.shape if x.ndim == 2 else (0, 0)
     require(x.ndim == 2, "x", x.shape, "must be rows [n, d]", "Reshape them.")
@@ -59,7 +59,7 @@ def scatter(
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None:
             require(value.shape == (d,), name, value.shape, f"must be of shape {(d,)}")
-    covered = {x.dtype, into.dtype} <= set(map(jnp.dtype, DTYPES)) and d <= MOST_WIDTH
+    covered = {x.dtype, into.dtype} <= set(map(jnp.dtype, DTYPES)) and d <= MAX_WIDTH
     implementation = call.chosen(
         "scatter",
         implementation,

@@ -38,7 +38,7 @@ def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
         found = auditor.judge(prepare(p, config, depth), text[:11], text[11:])
         np.testing.assert_allclose(found.logprob, want.logprob[10:], atol=1e-5)
         np.testing.assert_array_equal(found.same, want.top[10:])
-    with pytest.raises(ConfigError, match="must have one token at least"):
+    with pytest.raises(ConfigError, match="must have at least one token"):
         auditor.judge(whole, [], [1, 2])
 
 

@@ -441,7 +441,7 @@ def test_what_does_not_fit_is_named():
 
 
 def test_a_dtype_without_a_kernel_is_the_references_with_a_warning(interpreted, monkeypatch):
-    monkeypatch.setattr(call, "_told", set())
+    monkeypatch.setattr(call, "_warned", set())
     options = HeadConfidenceOptions(200)
     x, _, _, table, head_bias = arguments(options=options, bias=False)
     x = x.astype(jnp.float8_e4m3fn)
