@@ -447,7 +447,7 @@ def test_a_dtype_without_a_kernel_is_the_references_with_a_warning(interpreted, 
     x = x.astype(jnp.float8_e4m3fn)
     run = partial(head_confidence, x, None, None, table, head_bias, options=options)
     with pytest.warns(
-        UserWarning, match="no kernel covers float8_e4m3fn states; the reference runs in its place"
+        UserWarning, match="no kernel covers float8_e4m3fn states; the reference runs instead"
     ):
         got = run(implementation="interpreter")
     want = run(implementation="reference")
