@@ -129,14 +129,14 @@ class PackingFolder:
         self._due = now + COMMIT_SHARE * (now - begin)
 
     def begin_anew(self) -> None:
-        """Forgets everything; a folder left like this is removed."""
+        """Forget all documents; a folder left like this is removed."""
         self.close()
         with naming(self.folder), contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(_COMMIT))
         self._open(PackCommit())
 
     def records(self) -> Iterator[np.ndarray]:
-        """RECORD of all committed documents, some at a time."""
+        """Yield RECORD of all committed documents, some at a time."""
         return self._records(self.state.documents)
 
     def _records(self, n: int) -> Iterator[np.ndarray]:
@@ -176,7 +176,7 @@ class PackingFolder:
             self._files[name] = GrowingFile(self.path(name), *state.files[name])
 
     def _committed(self) -> PackCommit:
-        """The last commit, if the files still hold what it says."""
+        """Return the last commit, if the files still agree with it."""
         path = self.path(_COMMIT)
         try:
             with open(path, encoding="utf-8") as file:
@@ -230,7 +230,7 @@ class GrowingFile:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Writing errors as a `DataError` that names the file."""
+    """Turn errors of writing into a `DataError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -242,7 +242,8 @@ def naming(path: str) -> Iterator[None]:
 
 
 def remove_stale(root: str) -> None:
-    """Working folders under `root` whose data set is finished, or that were left a day ago."""
+    """Remove working folders under `root` whose data set is finished, or that were left a day
+    ago."""
     for entry in os.scandir(root):
         if entry.name.startswith(_REMOVED):  # by a process that was killed over it
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -255,7 +256,7 @@ def remove_stale(root: str) -> None:
 
 
 def _wait(folder: str) -> int:
-    """The held lock of a working folder, which is made if it is not there."""
+    """Return the held lock of a working folder, which is made if it does not exist."""
     begin, said = time.monotonic(), False
     while True:
         try:
@@ -273,7 +274,7 @@ def _wait(folder: str) -> int:
 
 
 def _try(folder: str) -> int | None:
-    """The lock of a working folder, or None where another process has it."""
+    """Return the lock of a working folder, or None if another process has it."""
     path = os.path.join(folder, _LOCK)
     lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     try:
@@ -299,7 +300,7 @@ def _remove_unheld(folder: str) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Removes a held folder; from its first moment on another process can make it anew."""
+    """Remove a held folder; another process can make it again at once."""
     with contextlib.suppress(OSError):
         away = os.path.join(os.path.dirname(folder), f"{_REMOVED}{uuid.uuid4().hex}")
         os.rename(folder, away)
@@ -313,7 +314,7 @@ def _with_files(folder: str) -> Iterator[str]:
 
 
 def _checksum(path: str, size: int) -> int:
-    """CRC-32 of a file's first `size` bytes. Raises `ValueError` where it has fewer."""
+    """Return the CRC-32 of a file's first `size` bytes. Raises `ValueError` if it has fewer."""
     crc = 0
     with open(path, "rb") as file:
         while size:
@@ -325,7 +326,7 @@ def _checksum(path: str, size: int) -> int:
 
 
 def _sync(path: str) -> None:
-    """A file's content, or a folder's entries, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     handle: Any = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
