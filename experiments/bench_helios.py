@@ -295,7 +295,7 @@ class Bench:
         ends = [*(d.time for d in c.decisions[1:]), server.watch.now()]
         return {
             "below_share": c.below_share,
-            "taken_along": fleet.dispatcher.taken_along,
+            "taken_along": fleet.dispatcher.moved,
             "audited": {
                 f"{m} {d} {k}": [a.count, a.share, a.high]
                 for (m, d, k), a in fleet.dispatcher.audits.items()

@@ -122,7 +122,7 @@ def decoding(
         options = options.resolved(config, batch)
         plan = decoding.default_plan(config, options, batch)
         rule = threshold if config.n_exits else 1.0
-        policy = ExitPolicy.make(config, batch, rule, drafts=options.most_drafts)
+        policy = ExitPolicy.make(config, batch, rule, drafts=options.max_drafts)
         tokens = jax.ShapeDtypeStruct((batch, prompt or 16), jnp.int32)
         given = RequestRows.make(
             config, [tokens.shape[1]] * batch, [64] * batch, policy, SamplingParams.make(batch)

@@ -61,7 +61,7 @@ def measured(experiment):
     mesh = dataclasses.replace(experiment.mesh, data=1)
     return slot_costs.measure(
         experiment.model,
-        stages.partition.most,
+        stages.partition.max_layers,
         stages.rows,
         experiment.data.length,
         mesh=mesh,
@@ -244,7 +244,7 @@ def warnings(now: ExperimentStages, limit: int | None) -> list[str]:
     if not p.even:
         found.append(
             f"the {p.depth} layers do not divide by {p.stages} stages: every device holds "
-            f"and keeps what {p.most} layers need"
+            f"and keeps what {p.max_layers} layers need"
         )
     if now.microbatches < p.stages:
         found.append(

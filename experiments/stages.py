@@ -169,7 +169,7 @@ class ExperimentStages:
         vocabulary = c.padded_vocab // shards
         return _state_bytes(e, self.partition) | {
             "states": ring.n_states * state,
-            "residuals": slots * layer * self.partition.most,
+            "residuals": slots * layer * self.partition.max_layers,
             "logits": 2 * 4 * chunk_size(tokens, vocabulary) * vocabulary,
         }
 

@@ -1,8 +1,8 @@
-"""Compile programs for a GPU that is not there, by the compiler in JAX's CUDA plugin.
+"""Compilation of programs for a GPU that is not present, with the compiler in JAX's CUDA plugin.
 
-The plugin (`jax-cuda12-pjrt`, or 13) must lie where Python finds it. `JAX_PLATFORMS=cpu` may be
-set: nothing here starts a device. XLA tries no variants of matrix products, as it would on a card,
-so kernels of products can be others there.
+The plugin (`jax-cuda12-pjrt`, or 13) must be importable. `JAX_PLATFORMS=cpu` may be set: nothing
+here starts a device. XLA does not try variants of matrix products, as it would on a card, so it may
+choose other kernels there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from eejax.kernels import call
 OPTIONS = {"xla_gpu_autotune_level": "0"}
 """Options that let XLA compile without a device."""
 
-LEAST_JAX = (0, 11)
-"""The first JAX whose XLA does not copy what a conditional carries on a GPU."""
+MIN_JAX = (0, 11)
+"""The first JAX whose XLA does not copy the carry of a conditional on a GPU."""
 
 CUDNN = 91200
-"""The cuDNN that programs are compiled for, as its library gives its version."""
+"""Version of cuDNN that programs are compiled for, in its library's form."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Card:
     Attributes:
       name: its name.
       capability: compute capability, such as 90.
-      multiprocessors: their number.
+      multiprocessors: number of multiprocessors.
       shared: bytes of shared memory of a multiprocessor.
-      units: units for float32 of a multiprocessor.
+      units: float32 units of a multiprocessor.
       clock: GHz.
       l2: bytes of the second-level cache.
       memory: bytes of device memory.
@@ -135,7 +135,7 @@ def device(card: Card) -> Any:
     """Return a device of the card to place shapes on.
 
     Raises:
-      ConfigError: where JAX's CUDA plugin cannot be found.
+      ConfigError: if JAX's CUDA plugin cannot be found.
     """
     try:
         return topologies.get_topology_desc(
@@ -143,14 +143,14 @@ def device(card: Card) -> Any:
         ).devices[0]
     except Exception as error:
         raise ConfigError(
-            "the compiler for GPUs cannot be had: it comes with jax-cuda12-pjrt or jax-cuda13-pjrt"
+            "the compiler for GPUs is missing: it comes with jax-cuda12-pjrt or jax-cuda13-pjrt"
             f" of JAX's own version, {jax.__version__}. `make env` puts them into .venv/lowering; "
             f"elsewhere, name their folder in PYTHONPATH. ({error})"
         ) from error
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what compiles: of JAX and its CUDA plugin, by package."""
+    """Return the versions of JAX and its CUDA plugin, by package."""
     found = {"jax": jax.__version__}
     for name in ("jax-cuda12-pjrt", "jax-cuda13-pjrt"):
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -159,8 +159,8 @@ def versions() -> dict[str, str]:
 
 
 def complaint() -> str | None:
-    """Return why programs of this JAX are not those that a GPU should run, None if they are."""
-    if tuple(map(int, jax.__version__.split(".")[:2])) >= LEAST_JAX:
+    """Return why programs of this JAX should not run on a GPU, or None if they should."""
+    if tuple(map(int, jax.__version__.split(".")[:2])) >= MIN_JAX:
         return None
     return (
         f"jax {jax.__version__} copies the KV caches that a conditional carries, and a GPU should "
@@ -187,7 +187,8 @@ def mesh(card: Card, like: Mesh) -> Mesh:
 
 @contextlib.contextmanager
 def _cudnn(card: Card) -> Iterator[None]:
-    """Answer in the card's name what JAX asks the device before it lowers cuDNN's attention."""
+    """Answer for the card the questions that JAX asks a device before it lowers cuDNN's
+    attention."""
     asked = importlib.import_module("jax._src.cudnn.fused_attention_stablehlo")
     own = divmod(card.capability, 10)
 
@@ -209,7 +210,7 @@ def _cudnn(card: Card) -> Iterator[None]:
 def _toolkit() -> dict[str, str]:
     """Point XLA to an assembler and to libdevice, by compiler options.
 
-    Triton has both. A CUDA toolkit is not asked for, as most machines without a GPU have none.
+    Triton has both. A CUDA toolkit is not required, as most machines without a GPU have none.
     """
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
@@ -230,10 +231,10 @@ def compiled(
     compiler_options: Mapping[str, str | bool] | None = None,
     **static: Any,
 ) -> jax.stages.Compiled:
-    """Compile a jitted function for the card, of arguments as `shapes` or a mesh's placed ones.
+    """Compile a jitted function for the card.
 
     Args:
-      card: what to compile for.
+      card: the card to compile for.
       run: a function made by `jax.jit`.
       args: shapes with shardings on the card.
       compiler_options: more of XLA's flags, without their dashes.

@@ -1,8 +1,8 @@
 """Dispatch of an op to its reference or its Triton kernel.
 
-An op is defined by its reference, a function of JAX. Its Triton kernel takes the reference's place
-where a program is compiled for CUDA, and both are traced wherever jax-triton can be imported: what
-a program holds is decided when it is compiled and not when it is traced.
+An op is defined by its reference, a function of JAX. Its Triton kernel replaces the reference where
+a program is compiled for CUDA. Both are traced wherever jax-triton can be imported, so the choice
+is made when a program is compiled, not when it is traced.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from eejax.common.trees import varying_zero
 from eejax.kernels import triton_call
 
 IMPLEMENTATIONS = ("reference", "triton", "interpreter")
-"""reference: JAX's own operations. triton: the kernel, compiled; for CUDA alone. interpreter: the
-kernel in Triton's interpreter, on the host and slowly, for tests (`kernels.interpreter`)."""
+"""reference: JAX's own operations. triton: the compiled kernel, only for CUDA. interpreter: the
+kernel in Triton's interpreter, slow and on the host, for tests (`kernels.interpreter`)."""
 
 FULL = ("highest", "float32", "F32_F32_F32", "F64_F64_F64")
-"""Values of `jax_default_matmul_precision` that ask for more than TF32; so do those that end in
+"""Values of `jax_default_matmul_precision` that require more than TF32; so do those that end in
 _X3, _X6 and _X9."""
 
 SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448}
-"""Bytes that a block may have, by compute capability; `LEAST_SHARED_MEMORY` of all others from
-`OLDEST` on (CUDA C++ Programming Guide, technical specifications by compute capability)."""
+"""Maximum bytes of a block, by compute capability; others from `MIN_CAPABILITY` on have
+`MIN_SHARED_MEMORY` (CUDA C++ Programming Guide, technical specifications)."""
 
-LEAST_SHARED_MEMORY = 101_376
+MIN_SHARED_MEMORY = 101_376
 
 PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin")
-"""JAX's own, of which one is there wherever it finds a GPU of NVIDIA's."""
+"""JAX's own plugins, of which one is installed wherever it finds an NVIDIA GPU."""
 
-OLDEST = 80
-"""Compute capability from which on GPUs have bfloat16, and the asynchronous copies of A100s."""
+MIN_CAPABILITY = 80
+"""First compute capability with bfloat16 and the asynchronous copies of A100s."""
 
 VARIABLE = "EEJAX_KERNELS"
-"""Environment variable: one of `IMPLEMENTATIONS`, for all ops that are not asked for another."""
+"""Environment variable with the default among `IMPLEMENTATIONS`."""
 
 _said = os.environ.get(VARIABLE) or None
 if _said is not None:
@@ -56,18 +56,25 @@ _legacy = jax.make_user_context(default_value=False)
 
 
 def op(kernel: Callable, reference: Callable, implementation: str | None = None) -> Callable:
-    """reference, or the same by kernel(launch, *args), a function of what launches kernels: to be
-    made once for each way to run it.
+    """Return a function that runs an op by its reference or by its kernel.
 
-    Without an `implementation` it is the kernel where the program is compiled for CUDA and the
-    reference elsewhere. It raises ImportError where there is a GPU and jax-triton cannot be
-    imported, RuntimeError where "triton" is asked for and there is no GPU.
+    It should be made once for each way to run the op. Without an `implementation` it is the kernel
+    where the program is compiled for CUDA and the reference elsewhere.
+
+    Args:
+      kernel: (launch, *args) -> results, where launch launches kernels.
+      reference: (*args) -> results.
+      implementation: one of `IMPLEMENTATIONS`, or None.
+
+    Raises:
+      ImportError: if there is a GPU and jax-triton cannot be imported.
+      RuntimeError: if "triton" is requested and there is no GPU.
     """
 
     def by(launch: Callable) -> Callable:
         return lambda *args: _vary(kernel(launch, *args), args)
 
-    # Outside of a program the choice is by where the arguments are, which a program goes by.
+    # Outside a program the arguments' device decides, so this runs as a program too.
     def either(*args):
         return lax.platform_dependent(*args, cuda=by(launch), default=reference)
 
@@ -90,35 +97,37 @@ def op(kernel: Callable, reference: Callable, implementation: str | None = None)
 
 
 def require_gpu() -> None:
-    """Raise RuntimeError where nothing is compiled for a GPU."""
+    """Raise RuntimeError if there is no GPU to compile for."""
     if not for_gpu():
         raise RuntimeError(
-            "implementation = 'triton': there is no GPU of NVIDIA's that JAX can use. Ask for "
-            "'reference', or for nothing, which takes what there is; 'interpreter' is for tests."
+            "implementation = 'triton': there is no NVIDIA GPU that JAX can use. Choose "
+            "'reference', or leave it out for the default; 'interpreter' is for tests."
         )
 
 
 def chosen(
     name: str, implementation: str | None, covered: bool, what: str, empty: bool = False
 ) -> str | None:
-    """The implementation of op `name` that was asked for, or "reference" where no kernel covers
-    `what` it is to run on, with a warning, or that is `empty`. Raises `ConfigError` for one that
-    there is not."""
+    """Return the implementation with which op `name` should run.
+
+    It is the requested one, or "reference" if the arguments are `empty` or no kernel covers them
+    (`what` describes them), with a warning. Raises `ConfigError` for an unknown one.
+    """
     if implementation is not None:
         require_one_of("implementation", implementation, IMPLEMENTATIONS)
     if empty:  # nothing to launch
         return "reference"
     if covered or implementation == "reference":
         return implementation
-    # Told once for each reason, and only where the kernel would have run.
-    if (implementation or by_kernels()) and (name, what) not in _told:
-        _told.add((name, what))
-        why = f"{name}: no kernel covers {what}; the reference runs in its place"
+    # Warn once for each reason, and only if the kernel would have run.
+    if (implementation or by_kernels()) and (name, what) not in _warned:
+        _warned.add((name, what))
+        why = f"{name}: no kernel covers {what}; the reference runs instead"
         warnings.warn(why, stacklevel=3)
     return "reference"
 
 
-_told: set[tuple[str, str]] = set()
+_warned: set[tuple[str, str]] = set()
 
 
 def require_floating(name: str, a: jax.Array) -> None:
@@ -129,7 +138,7 @@ def require_floating(name: str, a: jax.Array) -> None:
 def available() -> bool:
     """Return whether jax-triton can be imported and the GPU, if there is one, runs its kernels.
 
-    Warns of a GPU older than `OLDEST`, which does not.
+    Warns of a GPU older than `MIN_CAPABILITY`, which does not.
 
     Raises:
       ImportError: there is a GPU, and jax-triton cannot be imported.
@@ -139,7 +148,7 @@ def available() -> bool:
 
 @functools.cache
 def _available(number: int | None) -> bool:
-    """`available` beside a GPU of this compute capability, or none."""
+    """Return `available` beside a GPU of this compute capability, or none."""
     if not any(map(importlib.util.find_spec, PLUGINS)):  # no GPU, and Triton takes long to import
         return False
     try:
@@ -152,10 +161,10 @@ def _available(number: int | None) -> bool:
                 f"pip install 'eejax[{extra}]', or set {VARIABLE}=reference."
             ) from error
         return False
-    if number is not None and number < OLDEST:
+    if number is not None and number < MIN_CAPABILITY:
         warnings.warn(
             f"the GPU's compute capability is {number // 10}.{number % 10}: kernels need "
-            f"{OLDEST // 10}.0, and XLA's own operations take their place",
+            f"{MIN_CAPABILITY // 10}.0, and XLA's own operations take their place",
             stacklevel=3,
         )
         return False
@@ -163,7 +172,7 @@ def _available(number: int | None) -> bool:
 
 
 def _of_gpu() -> int | None:
-    """Compute capability of the default device; None where it is no GPU of NVIDIA's."""
+    """Return the compute capability of the default device; None if it is not an NVIDIA GPU."""
     # jax adds its options to the class of `jax.config` at run time, here and below.
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     if device is None:
@@ -172,7 +181,7 @@ def _of_gpu() -> int | None:
         device = jax.local_devices()[0]
     elif isinstance(device, str):
         device = jax.local_devices(backend=device)[0]
-    try:  # AMD's have names, such as gfx942
+    try:  # AMD's capabilities are names, such as gfx942
         return int(float(device.compute_capability) * 10 + 0.5)
     except (AttributeError, ValueError):
         return None
@@ -194,14 +203,14 @@ def capability() -> int | None:
 
 
 def prefers_reference() -> bool:
-    """Return whether every op is to run by its reference, kernels or not."""
+    """Return whether every op should run by its reference."""
     return _default.value == "reference"
 
 
 def by_kernels() -> bool:
-    """Return whether kernels may run ops that are not asked for an implementation.
+    """Return whether kernels may run ops without a requested implementation.
 
-    Where not, a program may hold what serves XLA better than an op's reference.
+    If not, a program may use a form that suits XLA better than an op's reference.
     """
     if _default.value is not None:
         return _default.value != "reference"
@@ -220,8 +229,8 @@ def launch(
 ) -> list[jax.Array]:
     """Run a Triton kernel that takes `args`, then pointers to its results `out`, then `constants`.
 
-    aliases: {number of an argument: number of the result that takes its place}. The kernel's
-    pointer to that result may be None, and then is the argument's.
+    aliases: {number of an argument: number of the result that reuses its memory}. The kernel's
+    pointer to that result may be None, and then the argument's counts.
     """
     return triton_call.triton_call(
         *args,
@@ -237,7 +246,7 @@ def launch(
     )
 
 
-# Triton has both of these, typed as constants of a kernel.
+# Triton has both of these, but typed as constants of a kernel.
 def cdiv(a: int, b: int) -> int:
     """Return a / b rounded up, on the host."""
     return -(-a // b)
@@ -249,42 +258,56 @@ def next_power_of_2(n: int) -> int:
 
 
 def precision(dtype: Any) -> str:
-    """Triton's word for how matrices of a dtype are multiplied: by JAX's own setting,
-    `jax_default_matmul_precision`, of which float32 is TF32 on a GPU if nothing is said."""
+    """Return Triton's name for the precision of matrix products of a dtype.
+
+    It follows JAX's setting `jax_default_matmul_precision`, by whose default float32 is TF32 on a
+    GPU.
+    """
     said = jax.config.jax_default_matmul_precision or ""  # pyright: ignore[reportAttributeAccessIssue]
     full = said in FULL or said.endswith(("_X3", "_X6", "_X9"))
     return "ieee" if jnp.dtype(dtype) == jnp.float32 and full else "tf32"
 
 
 def shared_memory() -> int:
-    """Bytes that a block has on the GPUs that programs are compiled for; an A100's where there is
-    none, and nothing is compiled."""
-    return SHARED_MEMORY.get(capability() or 80, LEAST_SHARED_MEMORY)
+    """Return the shared memory of a block in bytes, on the GPUs that programs are compiled for.
+
+    Without a GPU, where nothing is compiled, it is an A100's.
+    """
+    return SHARED_MEMORY.get(capability() or 80, MIN_SHARED_MEMORY)
 
 
 def implementation(name: str | None) -> contextlib.AbstractContextManager:
-    """Inside of it, ops are run by this one of `IMPLEMENTATIONS` where they are not asked for
-    another. Programs that were traced outside are not used inside, nor the other way round."""
+    """Set the default implementation, one of `IMPLEMENTATIONS`, inside a context.
+
+    Programs that were traced outside are not used inside, and vice versa.
+    """
     if name is not None:
         require_one_of("implementation", name, IMPLEMENTATIONS)
     return _default(name)
 
 
 def compute_capability(number: int) -> contextlib.AbstractContextManager:
-    """Inside of it, programs are compiled for GPUs of this compute capability (80, 90) whether
-    there is one or not."""
+    """Compile programs inside a context for GPUs of this compute capability (80, 90).
+
+    It works with and without a GPU.
+    """
     return _capability(number)
 
 
 def legacy_calls() -> contextlib.AbstractContextManager:
-    """Inside of it, kernels are called in the form before XLA's FFI, which CUDA graphs do not take,
-    so that the two can be compared. With jax-triton 0.4 launching raises RuntimeError there."""
+    """Call kernels inside a context in the form before XLA's FFI, to compare the two.
+
+    CUDA graphs do not take that form. With jax-triton 0.4 launching raises RuntimeError.
+    """
     return _legacy(True)
 
 
 def _vary(results: Any, args: Any) -> Any:
-    """Results that differ along every axis of a mesh along which some argument does: inside of a
-    `shard_map` it is not known of what a kernel makes. They keep their bits: -0 less 0 is -0."""
+    """Mark results as varying along every mesh axis along which some argument varies.
+
+    Inside a `shard_map` this is unknown for a kernel's results. They keep their bits: -0 less 0 is
+    -0.
+    """
     zero = varying_zero(args)
 
     def same(a):
@@ -294,8 +317,11 @@ def _vary(results: Any, args: Any) -> Any:
 
 
 def folded(run: Callable, rows: tuple[int, ...]) -> Callable:
-    """`run` of arrays, with a rule for `vmap`: a batch of what the arguments `rows` have rows of
-    is so many more rows [batch x n, ...]; of anything else it is run one by one."""
+    """Return `run` with a rule for `vmap`.
+
+    A batch of arguments `rows`, which have rows [n, ...], becomes more rows [batch x n, ...]; a
+    batch of any other argument runs one by one.
+    """
 
     @jax.custom_batching.custom_vmap
     def batched(*args):

@@ -1,10 +1,10 @@
-"""Triton's interpreter for arrays of JAX: kernels run on the host, in numpy, for tests.
+"""Triton's interpreter for JAX arrays: kernels run on the host, in numpy, for tests.
 
-Set TRITON_INTERPRET=1 before Triton is imported. What it cannot show are races, and the error of
-TF32. Triton 3.6 multiplies bfloat16 matrices as if they were integers and cuts float32 off where it
-makes bfloat16 of it; its loops take no bound that is known at run time, since numpy 2.4 makes an
-integer of an array without axes alone; and 3.9 takes a scalar's comparison, made a block, for
-numbers and not for a mask. All four are put right here.
+Set TRITON_INTERPRET=1 before Triton is imported. The interpreter cannot show races, nor the error
+of TF32. Four faults are corrected here. Triton 3.6 multiplies bfloat16 matrices as if they were
+integers, and truncates float32 when it converts to bfloat16. Its loops take no bound that is known
+only at run time, since numpy 2.4 makes an integer only of an array without axes. Triton 3.9 takes a
+scalar's comparison, broadcast to a block, for numbers and not for a mask.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-_one = threading.Lock()  # the interpreter knows of one program alone; devices call it at once
+_one = threading.Lock()  # the interpreter runs one program at a time, but devices run in parallel
 
 
 class Tensor:
@@ -39,7 +39,7 @@ class Tensor:
         return self
 
     def copy_(self, other: Tensor) -> None:
-        """Nothing: what it calls the device's memory is the host's."""
+        """Do nothing: what the interpreter takes for the device's memory is the host's."""
 
     def new_empty(self, *_: Any, **__: Any) -> Tensor:
         return Tensor(self.array)
@@ -67,12 +67,12 @@ def launch(
     aliases: dict[int, int] | None = None,
     **constants: Any,
 ) -> list[jax.Array]:
-    """Run a kernel as `call.launch`. Raises RuntimeError where TRITON_INTERPRET is not set."""
+    """Run a kernel as `call.launch`. Raises RuntimeError unless TRITON_INTERPRET is set."""
     aliases = aliases or {}
     patch()
 
     def run(*arrays):
-        # Unlike a GPU's buffers these are not aligned or shared; what no program writes is marked.
+        # Unlike a GPU's buffers these are not aligned or shared. Unwritten elements are marked.
         results = [np.full(o.shape, _unset(o.dtype), o.dtype) for o in out]
         for i, o in aliases.items():
             results[o] = np.array(arrays[i])
@@ -80,7 +80,7 @@ def launch(
             results[aliases[i]] if i in aliases else np.array(a, order="C")
             for i, a in enumerate(arrays)
         ]
-        with _one, np.errstate(all="ignore"):  # a GPU does not warn of what is not finite
+        with _one, np.errstate(all="ignore"):  # a GPU does not warn about infinities and NaN
             kernel[grid](*map(Tensor, [*given, *results]), **constants)
         return results
 
@@ -88,14 +88,14 @@ def launch(
 
 
 def _unset(dtype: Any) -> Any:
-    """NaN, or the largest number of a dtype that has none: what a kernel left out should show."""
+    """Return NaN, or the largest number of a dtype without one, which marks elements left out."""
     dtype = np.dtype(dtype)
     return np.iinfo(dtype).max if dtype.kind in "iu" else dtype.type(np.nan)
 
 
 @functools.cache
 def patch() -> None:
-    """Put the interpreter's bfloat16, loops and masks right. Raises RuntimeError where Triton
+    """Correct the interpreter's bfloat16, loops and masks. Raises RuntimeError if Triton
     compiles."""
     import triton.language as tl
     from triton import knobs

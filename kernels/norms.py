@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm: what kernels have to know of a norm, and its definition."""
+"""RMSNorm and LayerNorm: their options for kernels, and their definition."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ KINDS = ("rmsnorm", "layernorm")
 
 @dataclasses.dataclass(frozen=True)
 class NormOptions:
-    """The static part of a norm: y = (x - mean) / sqrt(variance + eps) * scale + bias.
+    """Static options of a norm: y = (x - mean) / sqrt(variance + eps) * scale + bias.
 
-    kind: "rmsnorm" takes the mean to be 0; plus_one: 1 + scale in place of scale (Gemma).
+    Attributes:
+      kind: "layernorm", or "rmsnorm", which takes the mean to be 0.
+      eps: see the formula.
+      plus_one: whether 1 + scale replaces scale (Gemma).
     """
 
     kind: str = "rmsnorm"
@@ -27,7 +30,7 @@ class NormOptions:
 
     def __post_init__(self):
         require_one_of("NormOptions.kind", self.kind, KINDS)
-        object.__setattr__(self, "eps", float(self.eps))  # numpy's are nothing to Triton
+        object.__setattr__(self, "eps", float(self.eps))  # Triton does not take numpy's floats
         require(self.eps >= 0, "NormOptions.eps", self.eps, "must be at least 0")
 
 
@@ -38,8 +41,11 @@ def norm(
     options: NormOptions,
     mean: Callable[[jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """The norm of x over its last axis, or the axes that `mean` averages over and keeps; computed
-    in float32, returned in x's dtype. scale and bias have the shape of x's last axes."""
+    """Norm x over its last axis, or over the axes that `mean` averages over and keeps.
+
+    It is computed in float32 and returned in x's dtype. scale and bias have the shape of x's last
+    axes.
+    """
     mean = mean or (lambda a: jnp.mean(a, -1, keepdims=True))
     y = x.astype(jnp.float32)
     if options.kind == "layernorm":

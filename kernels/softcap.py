@@ -10,7 +10,7 @@ SMALL = tl.constexpr(0.15)
 
 @triton.jit
 def tanh(a):
-    """Return tanh, by its series where it is small, as 1 minus nearly 1 loses digits."""
+    """Return tanh, by its series for small numbers, where 1 minus nearly 1 would lose digits."""
     e = tl.exp(tl.abs(a) * -2.0)
     large = (1.0 - e) / (1.0 + e)
     square = a * a

@@ -26,8 +26,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 class Spec:
     """An op with static options, and arguments to run it on.
 
-    run(*args, implementation=None): the op; draw(key): its arguments; options: those of `run`, for
-    whoever computes the same in another way; small: whether Triton's interpreter takes seconds.
+    Attributes:
+      run: (*args, implementation=None) -> the op's results.
+      draw: key -> its arguments.
+      options: options of `run`, for computing the same in another way.
+      small: whether Triton's interpreter needs only seconds.
     """
 
     name: str
@@ -37,17 +40,17 @@ class Spec:
     small: bool
 
     def args(self, seed: int = 0) -> tuple:
-        """Arguments drawn from a seed."""
+        """Return arguments drawn from a seed."""
         return self.draw(jax.random.key(seed))
 
     @property
     def shapes(self) -> tuple:
-        """The arguments' shapes and dtypes."""
+        """Return the arguments' shapes and dtypes."""
         return jax.eval_shape(self.draw, jax.random.key(0))
 
 
 def normal(key: jax.Array, number: int, shape: tuple[int, ...], dtype: Any, std=1.0, mean=0.0):
-    """The number-th array drawn from a key, rounded to a dtype."""
+    """Return the number-th array drawn from a key, rounded to a dtype."""
     key = jax.random.fold_in(key, number)
     return (jax.random.normal(key, shape) * std + mean).astype(jnp.dtype(dtype))
 
@@ -59,7 +62,7 @@ class BenchCase:
     Attributes:
       sizes: values of the spec's letters, for tables.
       moved: bytes that any implementation reads and writes.
-      tiny: the case only tries the benchmark out.
+      tiny: whether the case only tries the benchmark out.
       peer: another function of the same arguments to time beside the reference.
     """
 

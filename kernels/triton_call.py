@@ -2,7 +2,7 @@
 
 The two versions differ in three ways:
 
-- A result that takes an argument's place. 0.3 passes its memory twice, as the argument and as the
+- A result that reuses an argument's memory. 0.3 passes its memory twice, as the argument and as the
   result. 0.4 passes it once, and the kernel's parameter for the result is None.
   Kernels with such a result therefore begin with `if out_ptr is None: out_ptr = in_ptr`.
 - The form of XLA's custom call. 0.4 writes the FFI form, 0.3 the one before it. XLA's CUDA graphs
@@ -29,7 +29,7 @@ LEGACY, FFI = "triton_kernel_call", "triton_kernel_call_ffi"
 
 
 def load() -> ModuleType:
-    """Import jax-triton. Raises ImportError where that fails, as it may without JAX's plugin."""
+    """Import jax-triton. Raises ImportError if that fails, as it may without JAX's plugin."""
     import jax_triton
 
     return jax_triton
@@ -38,7 +38,7 @@ def load() -> ModuleType:
 def knows_legacy() -> bool:
     """Return whether jax-triton can write the older form of the custom call, as 0.3 can.
 
-    False where jax-triton cannot be imported.
+    The result is False if jax-triton cannot be imported.
     """
     try:
         return not _takes_out_type()
@@ -58,15 +58,15 @@ def triton_call(
     legacy: bool,
     constants: Mapping[str, Any],
 ) -> list[jax.Array]:
-    """Call a kernel that takes `args`, then pointers to what is `out`, then `constants`.
+    """Call a kernel that takes `args`, then pointers to its results `out`, then `constants`.
 
     Args:
-      aliases: {number of an argument: number of the result that takes its place}.
+      aliases: {number of an argument: number of the result that reuses its memory}.
       capability: compute capability (80, 90) to compile for; None for that of the first GPU.
-      legacy: write the form of the custom call before FFI.
+      legacy: whether to write the form of the custom call before FFI.
 
     Raises:
-      RuntimeError: `legacy`, with a jax-triton that does not know that form.
+      RuntimeError: for `legacy` with a jax-triton that does not have that form.
     """
     call = _by_out_type if _takes_out_type() else _by_pairs
     return call(
@@ -111,8 +111,8 @@ def _by_out_type(args, out, aliases, legacy, *, compute_capability, **how) -> li
         options["ptx_version"] = ptx_version(compute_capability)
     _let_unused_results_go()
     with warnings.catch_warnings():
-        # It asks for references of JAX's in place of aliases, but what a kernel wrote to one does
-        # not vary along a mesh's axes inside of a `shard_map`, as jax 0.12 wants it to.
+        # It recommends JAX's references instead of aliases. But inside a `shard_map`, a kernel's
+        # writes to one do not vary along a mesh's axes, as jax 0.12 requires.
         warnings.filterwarnings("ignore", "input_output_aliases is deprecated", DeprecationWarning)
         return load().triton_call(
             *args,
@@ -129,8 +129,8 @@ def _by_out_type(args, out, aliases, legacy, *, compute_capability, **how) -> li
 def _let_unused_results_go() -> None:
     """Let jax 0.12 look for unused results of calls by jax-triton 0.4.
 
-    That jax gives a rule the equation behind two lists, and 0.4.1's takes one list alone. The rule
-    here does the same in either way: a call uses all of its arguments.
+    That jax passes a rule two lists and the equation, but 0.4.1's rule takes one list. The rule
+    here accepts both: a call uses all of its arguments.
     """
     from jax_triton import triton_lib
 
@@ -143,8 +143,8 @@ def _let_unused_results_go() -> None:
 def ptx_version(capability: int) -> int:
     """Version of PTX to write for GPUs of a compute capability: 87 is 8.7.
 
-    CUDA 12.8's assembler reads 8.7, which knows all of A100 and H100; 12.9's reads 8.8, which names
-    all of Blackwell but sm_110, which came with CUDA 13.0 and PTX 9.0.
+    CUDA 12.8's assembler reads 8.7, which covers A100 and H100; 12.9's reads 8.8, which covers all
+    of Blackwell except sm_110, which came with CUDA 13.0 and PTX 9.0.
     """
     if capability < 100:
         return 87
@@ -155,11 +155,11 @@ def ptx_version(capability: int) -> int:
 def _rewritten() -> bool:
     """Return whether calls with the target `FFI` are written in the FFI form, from now on.
 
-    jax-triton 0.3 lets the caller name the target but writes the older form always. Its own
-    lowering runs here as it is, and the call that it made is then replaced by one that
-    `jax.ffi.ffi_lowering` writes, as 0.4 has it. Nothing of JAX's or jax-triton's is patched, and
-    calls of others, which have another target, are lowered as before. What may break with a new
-    version is a name below, when the rule is registered or first used, and never a result.
+    jax-triton 0.3 lets the caller name the target but always writes the older form. Its own
+    lowering runs here unchanged, and the call that it made is then replaced by one from
+    `jax.ffi.ffi_lowering`, as in 0.4. Nothing of JAX or jax-triton is patched, and other calls,
+    which have another target, are lowered as before. A new version can only break a name below,
+    when the rule is registered or first used, never a result.
     """
     plugin = plugin_support.import_from_plugin("cuda", "_triton")
     if plugin is None or FFI not in plugin.registrations():  # before jaxlib 0.10.2

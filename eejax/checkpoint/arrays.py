@@ -1,4 +1,4 @@
-"""Named arrays in one file, which is there whole or not at all."""
+"""Named arrays in one file that is written completely or not at all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SafeTensors:
             raise CheckpointError(f"{path}: is missing. Copy or download it.") from error
         except (SafetensorError, OSError, ValueError) as error:
             raise CheckpointError(
-                f"{path}: cannot be read ({error}). The file is cut off or no safetensors: copy "
+                f"{path}: cannot be read ({error}). The file is cut off or not safetensors: copy "
                 "or download it again."
             ) from error
 
@@ -45,14 +45,18 @@ class SafeTensors:
 
         try:
             return self._file.get_tensor(name)
-        except Exception as error:  # of many kinds: dtypes numpy has not, pages gone from the disk
+        except Exception as error:  # of many kinds: dtypes that numpy lacks, unreadable pages
             raise CheckpointError(f"{self._path}: {name} cannot be read ({error}).") from error
 
 
 def write_arrays(
     path: str | os.PathLike, arrays: Mapping[str, np.ndarray], about: Mapping[str, str] = {}
 ) -> None:
-    """Replaces the file at once: a kill leaves the old one, or none. Raises OSError naming it."""
+    """Replace a file atomically: if the process is killed, the old file stays, or none.
+
+    Raises:
+      OSError: naming the file.
+    """
     from safetensors import SafetensorError
 
     path = pathlib.Path(path)
@@ -63,18 +67,18 @@ def write_arrays(
             whole = {name: np.asarray(a, order="C") for name, a in arrays.items()}
             save(part, whole, about)
         os.replace(part, path)
-    except (OSError, SafetensorError):  # the second for a full disk
+    except (OSError, SafetensorError):  # SafetensorError for a full disk
         part.unlink(missing_ok=True)
         raise
 
 
 def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
-    """Write the file; it is on the disk when this returns."""
+    """Write a file, which is on the disk when this returns."""
     import ml_dtypes  # noqa: F401  numpy's bfloat16
     from safetensors.numpy import save_file
 
     path.unlink(missing_ok=True)
-    with open(path, "wb") as file:  # only to learn the mode: safetensors lets nobody else read
+    with open(path, "wb") as file:  # only to learn the mode: safetensors makes files private
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
     save_file(dict(arrays), path, metadata=dict(about))
     path.chmod(mode)
@@ -83,6 +87,6 @@ def save(path: pathlib.Path, arrays: Mapping[str, np.ndarray], about: Mapping[st
 
 
 def read_arrays(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """(the arrays, what was said of them). Raises CheckpointError for a file that is not whole."""
+    """Return the arrays and the metadata. Raises CheckpointError for an incomplete file."""
     file = SafeTensors(pathlib.Path(path))
     return {name: file.read(name) for name in file.names()}, file.about()

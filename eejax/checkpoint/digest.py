@@ -1,4 +1,5 @@
-"""A model's fingerprint: whether exits and routers meet the parameters they were trained on."""
+"""A model's fingerprint, which shows whether exits and routers match the parameters of their
+training."""
 
 from __future__ import annotations
 
@@ -16,13 +17,16 @@ from eejax.common.errors import CheckpointError
 from eejax.common.trees import Tree, path_name
 from eejax.models.config import ModelConfig
 
-VALUES = 64  # that are looked at of every leaf
+VALUES = 64  # values of every leaf that are digested
 Values = Callable[[str, tuple[np.ndarray, ...]], Any]
 
 
 def digest(config: ModelConfig, params: Tree) -> str:
-    """`digest_of` a tree of parameters. Loading as bfloat16 does not change it; loading as float16
-    does, which rounds otherwise: then the values of the files are to be asked."""
+    """Return `digest_of` a tree of parameters.
+
+    Loading as bfloat16 does not change it. Loading as float16 does, because it rounds differently:
+    then use the values of the files.
+    """
     found = jax.tree_util.tree_leaves_with_path(params)
     leaves = {path_name(path): leaf for path, leaf in found}
     shapes = {name: leaf.shape for name, leaf in leaves.items()}
@@ -30,22 +34,25 @@ def digest(config: ModelConfig, params: Tree) -> str:
 
 
 def digest_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: Values) -> str:
-    """Digest some values of every leaf but those of exits, each rounded once, to bfloat16.
+    """Digest some values of every leaf except those of exits, each rounded once, to bfloat16.
 
-    shapes: shapes of the leaves by name. values(name, at): values of a leaf at index arrays `at`,
-    as they are stored. Rounding to float32 or bfloat16 before changes no digest; rounding to
-    float16 may.
+    Earlier rounding to float32 or bfloat16 changes no digest; rounding to float16 may.
+
+    Args:
+      config: the model's.
+      shapes: shapes of the leaves by name.
+      values: (name, index arrays) -> values of a leaf there, as they are stored.
     """
     leaves = {}
     for name, shape in shapes.items():
         if not name.startswith("exits/"):
-            # Padded tokens have no values, and whose table it is makes no other model.
+            # Padded tokens have no values, and the name of a shared table is irrelevant.
             if name in ("embed/tokens", "final/head", "shared_head", "final/head_bias"):
                 shape = (min(config.vocab_size, shape[0]), *shape[1:])
             leaves["final/head" if name == "shared_head" else name] = name, tuple(shape)
     found = hashlib.sha256()
     for called, (name, shape) in sorted(leaves.items()):
-        if not math.prod(shape):  # a base whose exit below all layers is tuned is read without them
+        if not math.prod(shape):  # a base with an exit below all layers may be read without layers
             continue
         number = np.unique(np.linspace(0, math.prod(shape) - 1, VALUES).astype(np.int64))
         rounded = jnp.asarray(values(name, np.unravel_index(number, shape))).astype(jnp.bfloat16)
@@ -61,7 +68,7 @@ def file_digest(path: str | os.PathLike) -> str:
 
 
 def same_model(where: str | os.PathLike, wanted: str, found: str, base: str) -> None:
-    """Raise CheckpointError where the exits in `where` belong to other base parameters."""
+    """Raise CheckpointError if the exits in `where` belong to other base parameters."""
     if wanted != found:
         raise CheckpointError(
             f"{where}: its exits and routers were trained on other parameters (digest {wanted}) "

@@ -1,4 +1,5 @@
-"""Small files of a run: whole or not there, and an error says which one could not be written."""
+"""Small files of a run that are written completely or not at all, with errors that name the
+file."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ LOCK = ".lock"
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
-    """Replaces the file `path` at once: a kill or a full disk leaves the old one, or none.
+    """Replace the file `path` atomically: after a kill or with a full disk the old one stays, or
+    none.
 
     Raises `OSError` naming `path`.
     """
@@ -34,9 +36,9 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 
 @contextlib.contextmanager
 def only_user(folder: str | os.PathLike) -> Iterator[None]:
-    """Holds `folder` for this process; its end, however it comes, lets go.
+    """Lock `folder` for this process until it ends.
 
-    Raises `ConfigError` where another process holds it: two runs in one workdir would write the
+    Raises `ConfigError` if another process has locked it: two runs in one workdir would write the
     same checkpoints and remove each other's.
     """
     path = pathlib.Path(folder) / LOCK
@@ -58,7 +60,7 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Add the name of the file to an `OSError`, which writing itself leaves out."""
+    """Add the name of the file to an `OSError`; errors of writing lack it."""
     try:
         yield
     except OSError as error:
@@ -68,13 +70,13 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 def finished_steps(checkpoints: str | os.PathLike) -> list[int]:
     """List the steps of the finished checkpoints in a folder, which may not exist.
 
-    Orbax gives a checkpoint its name, a number, when it is finished.
+    Orbax renames a checkpoint to its step number when it is finished.
     """
     return sorted(int(p.name) for p in pathlib.Path(checkpoints).glob("*") if p.name.isdecimal())
 
 
 def unwritable(error: OSError, checkpoints: str | os.PathLike) -> OSError:
-    """An error for people: what could not be written, and which checkpoint stays usable."""
+    """Return an error that says what could not be written, and which checkpoint stays usable."""
     folder = pathlib.Path(checkpoints)
     steps = finished_steps(folder)
     kept = (

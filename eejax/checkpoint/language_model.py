@@ -1,4 +1,4 @@
-"""The one form of a loaded model, and `load`, which reads it from wherever a model is kept."""
+"""`LanguageModel`, the one form of a loaded model, and `load`, which reads it from any source."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ from eejax.data.tokenizers import BYTES, MARKER, ByteTokenizer, Tokenizer, check
 from eejax.models.config import ModelConfig
 
 OWN_TOKENIZER = ("tokenizer.json", "tokenizer.model", MARKER)
-API = "eejax.interop.pretrained"  # a later room: its functions are the methods' bodies
+API = "eejax.interop.pretrained"  # a later room, whose functions implement the methods
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LanguageModel:
     """A loaded model.
 
-    A model that is changed is another one: `dataclasses.replace` starts with an empty cache.
+    A changed model is a new one: `dataclasses.replace` starts with an empty cache.
 
     Attributes:
       config: configuration.
       params: training parameters (stacked layers).
       tokenizer: tokenizer.
-      source: folder that it was read from; None for a model that was made otherwise.
+      source: folder that it was read from, or None.
       step: step of its checkpoint; None for a model that was not read from a run.
-      metadata: what its checkpoint says of itself.
+      metadata: metadata of its checkpoint.
       generation: contents of generation_config.json, which `save` writes back.
-      calibration: how its routers came out (`eejax.calibration.Calibration`), where `calibrate`
-        trained them.
-      cache: what was prepared or compiled for this model, by whoever needs it again.
+      calibration: results of `calibrate` (`eejax.calibration.Calibration`), or None.
+      cache: objects that were prepared or compiled for this model, kept for reuse.
     """
 
     config: ModelConfig
@@ -91,14 +90,14 @@ def load(
     """Load the model of a run's workdir, of a Hugging Face folder, or of a name on the Hub.
 
     Args:
-      tokenizer: "bytes", a file or a folder, where the model has none of its own.
+      tokenizer: "bytes", a file or a folder, if the model has no tokenizer.
       dtype: dtype in which a pretrained model is computed, float32 by default. A run has its own
         tokenizer and dtype and takes neither.
       mesh: mesh over which a pretrained model is sharded.
       watch: passed to `load_pretrained`.
 
     Raises:
-      CheckpointError: for what is no model, or not complete.
+      CheckpointError: for a source that is not a model, or is incomplete.
       ConfigError: for an argument that a run does not take.
     """
     # Imported here: runs are read as this class.

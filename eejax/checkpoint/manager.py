@@ -1,13 +1,13 @@
-"""Checkpoints of a run: written in the background, verified when read, none trusted blindly.
+"""Checkpoints of a run, written in the background and verified when read.
 
-A checkpoint is a folder named by its step, holding one Orbax item for each saved tree, a JSON
-item `meta`, and CHECKSUMS.json, which is written last:
+A checkpoint is a folder named by its step, holding one Orbax item for each saved tree, a JSON item
+`meta`, and CHECKSUMS.json, which is written last:
 
     checkpoints/1200/{params,training,meta}/...
     checkpoints/1200/CHECKSUMS.json       size and CRC-32 of every file above
 
-Every leaf has a folder of its own, and in it a stack of layers a file for each layer, so that some
-of the leaves, and the lower layers of a stack, can be read and verified without the rest.
+Every leaf has a folder of its own, in which a stack of layers has a file for each layer. So some of
+the leaves, and the lower layers of a stack, can be read and verified without the rest.
 
 Several processes of a run (`sharding.distributed`) share the folder and make the same calls. Each
 writes and reads what its devices hold; process 0 verifies, decides what is damaged, and seals.
@@ -42,7 +42,7 @@ STACK = "layers"  # leaves below this name of a tree's first level are stacked b
 CHECKSUMS = "CHECKSUMS.json"
 DAMAGED = "damaged"
 UNFINISHED = ".orbax-checkpoint-tmp"  # suffix of the folders that Orbax is still writing
-# System errors that are recognised by their text.
+# System errors that are recognised by their texts.
 QUOTED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
@@ -54,27 +54,28 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
-# From a checkpoint's metadata to the trees wanted of it, as shape structs with shardings.
-# Raises `CheckpointError` where the checkpoint belongs to something else.
+# Maps a checkpoint's metadata to the trees to read, as shape structs with shardings. Raises
+# `CheckpointError` if the checkpoint belongs to something else.
 Targets = Callable[[dict[str, Any]], Mapping[str, Tree]]
 
 
 class _Damaged(Exception):
-    """A checkpoint whose files are not what was written."""
+    """A checkpoint whose files differ from what was written."""
 
 
 class _TreeHandler(ocp.PyTreeCheckpointHandler):
-    """Without OCDBT, which packs all leaves into common files that must be merged at the end."""
+    """A handler without OCDBT, which packs all leaves into common files that are merged at the
+    end."""
 
     def finalize(self, directory) -> None:
-        """Nothing to merge, which Orbax's own handler would warn of."""
+        """Do nothing: there is nothing to merge, and Orbax's own handler would warn."""
 
 
 class Checkpoints:
     """The checkpoints in `folder`, the newest `keep` of them kept.
 
-    Saving is asynchronous: `save` copies the values to the host and returns. A checkpoint that
-    was not finished (a kill, a full disk) is never seen by `steps`.
+    Saving is asynchronous: `save` copies the values to the host and returns. `steps` never lists a
+    checkpoint that was not finished (after a kill, or with a full disk).
     """
 
     def __init__(self, folder: str | os.PathLike, *, keep: int = 3, read_only: bool = False):
@@ -84,7 +85,7 @@ class Checkpoints:
         if self.folder.exists() and not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is a file where checkpoints go: move it away.")
         if not read_only:
-            # Left by a kill. Orbax would remove them in a thread that nobody waits for.
+            # Left by a killed process. Orbax would remove them in a thread without waiting for it.
             distributed.broadcast_from_process_zero(lambda: self._remove_unfinished("*"))
         self._saving: int | None = None
         self._sealer: threading.Thread | None = None
@@ -109,10 +110,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, trees: Mapping[str, Tree], metadata: Mapping[str, Any]) -> None:
-        """Starts writing the checkpoint of `step`; one that exists already is left as it is.
+        """Start to write the checkpoint of `step`, unless it exists.
 
-        The trees may be donated or changed as soon as this returns. Raises `CheckpointError`
-        where this or the save before it failed.
+        The trees may be donated or changed as soon as this returns. Raises `CheckpointError` if
+        this or the previous save failed.
         """
         self.wait()
         if step in self._manager.all_steps():
@@ -125,7 +126,7 @@ class Checkpoints:
         self._saving = step
         try:
             self._manager.save(step, args=ocp.args.Composite(**items), force=True)
-        except Exception as error:  # Orbax raises whatever the file system or tensorstore did
+        except Exception as error:  # Orbax raises any error of the file system or tensorstore
             raise self._failed(error) from error
         if distributed.is_first():
             self._sealer = threading.Thread(target=self._seal, args=(step,), daemon=True)
@@ -134,7 +135,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait until all processes have written everything.
 
-        Raises `CheckpointError` where writing failed.
+        Raises `CheckpointError` if writing failed.
         """
         self._finish()
         distributed.wait()
@@ -151,7 +152,7 @@ class Checkpoints:
         self._saving = None
 
     def close(self) -> None:
-        """Wait for what this process has to write, and free the threads."""
+        """Wait for this process's writes, and free the threads."""
         try:
             self._finish()
         finally:
@@ -166,17 +167,17 @@ class Checkpoints:
         set_aside: bool = False,
         partial: bool = False,
     ) -> Restored | None:
-        """The newest checkpoint that is whole (or that of `step`); None where there is none.
+        """Read the newest checkpoint that is whole (or that of `step`); None if there is none.
 
         Only the wanted trees, which may be none, are read and verified. With `partial` they may
-        lack leaves that were saved, and want fewer layers of a stack: the values they lack are
-        neither read nor verified.
-        A damaged checkpoint is reported and the one before it used; with `set_aside` it is
-        moved to the folder `damaged` beside the checkpoints, so that its step can be saved anew.
+        lack leaves that were saved, and want fewer layers of a stack: the rest is neither read nor
+        verified. A damaged checkpoint is reported and the one before it used; with `set_aside` it
+        is moved to the folder `damaged` beside the checkpoints, so that its step can be saved
+        again.
 
         Raises:
-          CheckpointError: the checkpoint of `step` is missing or damaged, every checkpoint is
-            damaged, a whole one is not of the wanted shapes, or the save under way failed.
+          CheckpointError: if the checkpoint of `step` is missing or damaged, every checkpoint is
+            damaged, a whole one is not of the wanted shapes, or the running save failed.
         """
         self._finish()
         steps = distributed.agree(self.steps())
@@ -209,7 +210,7 @@ class Checkpoints:
     def _restore(self, step: int, targets: Targets, partial: bool) -> Restored:
         folder = self.folder / str(step)
         meta = distributed.broadcast_from_process_zero(lambda: self._read_metadata(step))
-        wanted = targets(meta)  # its CheckpointError is the caller's to see
+        wanted = targets(meta)  # its CheckpointError goes to the caller
         if not wanted:
             return Restored(step, {}, meta)
         intact = distributed.broadcast_from_process_zero(
@@ -228,7 +229,7 @@ class Checkpoints:
             failure = error
         if distributed.anyone(failure is not None) or restored is None:
             why = _brief(failure) if failure else "another process could not read it"
-            if intact:  # the files are what was written, so it is not damage
+            if intact:  # the files are as they were written, so it is not damage
                 raise CheckpointError(
                     f"checkpoint {folder} is whole but cannot be restored: {why}"
                 ) from failure
@@ -239,7 +240,7 @@ class Checkpoints:
         self._verify(step, lambda file: file.split("/")[0] == META or "/" not in file)
         try:
             file = self.folder / str(step) / META
-            # Orbax's annotations ask for etils' paths, and its code takes any.
+            # Orbax's annotations require etils' paths, but its code takes any.
             meta = self._metadata.restore(file)  # pyright: ignore[reportArgumentType]
             if not isinstance(meta, dict):
                 raise ValueError(f"its metadata is {type(meta).__name__}, not an object")
@@ -248,7 +249,7 @@ class Checkpoints:
         return meta
 
     def _examine(self, step: int, wanted: Mapping[str, Tree], partial: bool) -> bool:
-        """Return whether the wanted files are what was written, with those shapes."""
+        """Return whether the wanted files are as they were written, with those shapes."""
         folder = self.folder / str(step)
         try:
             have = {
@@ -282,7 +283,7 @@ class Checkpoints:
             logging.warning("no checksums for checkpoint %s: %s", folder, error)
 
     def _verify(self, step: int, needed: Callable[[str], bool]) -> bool:
-        """Compares needed files with their checksums; False where none were written."""
+        """Compare needed files with their checksums, and return whether there are checksums."""
         folder = self.folder / str(step)
         if not (folder / CHECKSUMS).exists():
             return False
@@ -322,7 +323,7 @@ class Checkpoints:
             shutil.rmtree(left, ignore_errors=True)
 
     def _failed(self, error: Exception) -> CheckpointError:
-        """The error of a failed save, its unfinished files removed."""
+        """Return the error of a failed save, and remove its unfinished files."""
         step, self._saving = self._saving, None
         self._remove_unfinished(str(step))
         try:
@@ -341,7 +342,7 @@ class Checkpoints:
 
 
 def _save_args(tree: Tree) -> Tree:
-    """Files of single layers for a stack."""
+    """Return options that write a file for each layer of a stack."""
 
     def one(path, _):
         return ocp.SaveArgs(shard_axes=(0,) if _stacked(path_name(path)) else ())
@@ -367,7 +368,7 @@ def _needed(wanted: Mapping[str, Tree]) -> Callable[[str], bool]:
 
     The first number of a stack's file is that of its layer.
     """
-    layers = {}  # of each leaf's folder: how many are wanted
+    layers = {}  # number of wanted layers by leaf folder
     for item, tree in wanted.items():
         for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             name = path_name(path)
@@ -379,7 +380,7 @@ def _needed(wanted: Mapping[str, Tree]) -> Callable[[str], bool]:
         if file.split("/")[0] not in wanted:
             return False
         first = name.split(".")[0]
-        # The rest are descriptions of a tree or a leaf.
+        # Files without a number describe a tree or a leaf.
         return not first.isdigit() or int(first) < layers.get(place, 0)
 
     return needed
@@ -409,13 +410,13 @@ def _compare(where: pathlib.Path, name: str, have: Tree, want: Tree, partial: bo
 
 
 def _leaves(tree: Tree) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """(dtype, shape) of every leaf, by name; containers named alike whatever their type."""
+    """Return (dtype, shape) of every leaf by name; container types do not matter."""
     flat = jax.tree_util.tree_flatten_with_path(tree)[0]
     return {path_name(path): (str(leaf.dtype), tuple(leaf.shape)) for path, leaf in flat}
 
 
 def _checksum(path: pathlib.Path) -> list[int]:
-    """[bytes, CRC-32]."""
+    """Return [bytes, CRC-32] of a file."""
     crc, size = 0, 0
     with open(path, "rb") as file:
         while chunk := file.read(1 << 20):
@@ -430,7 +431,7 @@ def _checksum_or_none(path: pathlib.Path) -> list[int] | None:
 def _os_error(error: BaseException) -> OSError | None:
     """Find the operating system's error behind one that Orbax or tensorstore raised.
 
-    tensorstore raises errors of its own, which only quote the text of the system's.
+    tensorstore raises its own errors, which only quote the text of the system's.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -442,6 +443,6 @@ def _os_error(error: BaseException) -> OSError | None:
 
 
 def _brief(error: Exception) -> str:
-    """The first line of an error's message, Orbax's and tensorstore's being pages long."""
+    """Return the first line of an error's message; those of Orbax and tensorstore fill pages."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:300]}"

@@ -23,7 +23,7 @@ from eejax.sharding import rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 CHECKPOINTS = overlay.CHECKPOINTS
-TUNING = "tuning"  # what a run that tunes exits resumes from
+TUNING = "tuning"  # checkpoints from which a run that tunes exits resumes
 TOKENIZER = "tokenizer"
 PARAMS = "params"
 EMA = "ema"
@@ -50,8 +50,8 @@ def load_run(
       ema: take the averaged parameters, of a run that keeps them (`train.ema`).
 
     Raises:
-      CheckpointError: no checkpoint there, none usable, one of another program version, or one
-        without averaged parameters where these are wanted.
+      CheckpointError: if there is no usable checkpoint, it is of another program version, or it
+        has no averaged parameters although these are wanted.
     """
     workdir = expanded(workdir)
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
@@ -81,7 +81,7 @@ def load_run(
 def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dict[str, Any]:
     """Return the metadata of a run's newest checkpoint (or that of `step`) without its values.
 
-    Raises `CheckpointError` where none has a complete description.
+    Raises `CheckpointError` if none has a complete description.
     """
     if (over := _overlay(expanded(workdir), step)) is not None:
         return over.metadata
@@ -91,7 +91,7 @@ def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dic
 def _overlay(workdir: pathlib.Path, step: int | None) -> overlay.Overlay | None:
     found = overlay.opened(workdir)
     if found is not None:
-        overlay.beneath_overlays(workdir)  # raises where they end in a circle
+        overlay.beneath_overlays(workdir)  # raises if they form a circle
     if found is not None and step not in (None, found.step):
         raise CheckpointError(
             f"{workdir} has the exits of step {found.step} of {found.base}, and of no step {step}."
@@ -100,7 +100,7 @@ def _overlay(workdir: pathlib.Path, step: int | None) -> overlay.Overlay | None:
 
 
 def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> LanguageModel:
-    """The base's model with the exits that are stored in a workdir of their own."""
+    """Return the base's model with the exits that are stored in a separate workdir."""
     config = over.config
     wanted = abstract_params(config, mesh)
     wanted = wanted if part is None else part(config, wanted)
@@ -163,14 +163,14 @@ def _restore(
 
 
 def model_config(metadata: dict[str, Any]) -> ModelConfig:
-    """The model configuration in a checkpoint's metadata."""
+    """Return the model configuration in a checkpoint's metadata."""
     return saved_settings(metadata, "model", ModelConfig.from_dict)
 
 
 def saved_settings(metadata: Mapping[str, Any], name: str, build: Callable[[Any], T]) -> T:
-    """`build` of what a checkpoint's metadata hold under `name`.
+    """Return `build` of the entry `name` in a checkpoint's metadata.
 
-    Raises `CheckpointError` where this version of the program cannot read it.
+    Raises `CheckpointError` if this version of the program cannot read it.
     """
     try:
         return build(metadata[name])
@@ -182,12 +182,12 @@ def saved_settings(metadata: Mapping[str, Any], name: str, build: Callable[[Any]
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh) -> Tree:
-    """Shape structs of the parameters with their shardings on `mesh`."""
+    """Return shape structs of the parameters with their shardings on `mesh`."""
     return rules.structs(params.abstract(config), mesh)
 
 
 def load_run_tokenizer(workdir: pathlib.Path, metadata: dict[str, Any]) -> Tokenizer:
-    """The tokenizer saved in a workdir, checked to be the one the checkpoint was trained with."""
+    """Load the tokenizer saved in a workdir, and check that the checkpoint was trained with it."""
     try:
         tokenizer = load_tokenizer(workdir / TOKENIZER)
     except DataError as error:

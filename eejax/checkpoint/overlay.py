@@ -1,10 +1,10 @@
-"""A run that is another run's model with exits and routers of its own, which alone are stored.
+"""A run that consists of another run's model and its own exits and routers, which alone are stored.
 
-    <workdir>/eejax.json               the model, whose it is, and what a checkpoint says of itself
+    <workdir>/eejax.json               the model, its base, and the metadata of a checkpoint
     <workdir>/eejax_exits.safetensors  the parameters of its exits
     <workdir>/tokenizer/
 
-The two files are those that lie beside exported weights too (`hf.sidecar`).
+The two files have the same form as those beside exported weights (`hf.sidecar`).
 """
 
 from __future__ import annotations
@@ -26,13 +26,22 @@ from eejax.common.paths import expanded
 from eejax.common.trees import Tree, path_name
 from eejax.models.config import ModelConfig
 
-OWN = "exits/"  # leaves that are this run's; all others are the base's
-CHECKPOINTS = "checkpoints"  # what a run has that was trained
+OWN = "exits/"  # prefix of this run's leaves; all others are the base's
+CHECKPOINTS = "checkpoints"  # folder of a run that was trained
 
 
 class Overlay(NamedTuple):
-    """base: the workdir of the model beneath, and step, the checkpoint of it; metadata: as that
-    checkpoint's, with this run's model."""
+    """Exits that are stored apart from their base model.
+
+    Attributes:
+      path: the workdir.
+      base: the workdir of the base model.
+      step: step of its checkpoint.
+      config: configuration with this run's exits.
+      digest: digest of the base's parameters.
+      content: `file_digest` of the exits' file, or None.
+      metadata: that of the checkpoint, with this run's model.
+    """
 
     path: pathlib.Path
     base: pathlib.Path
@@ -43,9 +52,9 @@ class Overlay(NamedTuple):
     metadata: dict[str, Any]
 
     def exits(self, wanted: Tree) -> Tree:
-        """The stored leaves, laid out as the shape structs `wanted` say.
+        """Return the stored leaves, placed as the shape structs `wanted` say.
 
-        Raises CheckpointError for files that are cut off or not of one model.
+        Raises CheckpointError for files that are cut off or of different models.
         """
         side = sidecar.Sidecar.of(self.path, self.config, content=self.content)
 
@@ -60,7 +69,7 @@ class Overlay(NamedTuple):
         return jax.tree_util.tree_map_with_path(one, wanted)
 
     def check(self, params: Tree) -> None:
-        """Raise CheckpointError where the model beneath has changed its parameters."""
+        """Raise CheckpointError if the base model has changed its parameters."""
         same_model(self.path, self.digest, digest(self.config, params), str(self.base))
 
 
@@ -72,16 +81,16 @@ def write_overlay(
     params: Tree,
     metadata: Mapping[str, Any],
 ) -> None:
-    """Stores the exits of a model (parameters `params` of all of it) that is else a base's.
+    """Store the exits of a model, given all its `params`, whose other parameters are a base's.
 
-    Raises ConfigError where a run would be lost by it (`spoilt`).
+    Raises ConfigError if a run would be lost by it (`spoilt`).
     """
     if reason := spoilt(workdir, base):
         raise ConfigError(f"workdir = '{workdir}' with base = '{base}': {reason}")
     workdir = expanded(workdir)
     workdir.mkdir(parents=True, exist_ok=True)
     sidecar.write_exits(workdir, config, {"exits": jax.device_get(params["exits"])})
-    # Of resolved paths: ".." leads out of the folder that a link names, not out of the link's.
+    # From resolved paths: ".." leaves the folder that a link points to, not the link's folder.
     beneath = os.path.relpath(expanded(base).resolve(), workdir.resolve())
     values = {
         "model": config.to_dict(),
@@ -94,9 +103,11 @@ def write_overlay(
 
 
 def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
-    """Why an overlay of `base` cannot be kept in `workdir`, '' where it can: an overlay is what
-    a folder is taken for before all else, so a run that is there would be shadowed. Raises
-    CheckpointError for overlays beneath the base that are no model."""
+    """Return why an overlay of `base` cannot be stored in `workdir`, or "".
+
+    A folder with an overlay is always read as one, so a run in the same folder would be hidden.
+    Raises CheckpointError for overlays beneath the base that are not models.
+    """
     workdir, base = (expanded(path) for path in (workdir, base))
     if workdir.resolve() == base.resolve():
         return "the run that is made cannot replace the one it is made of; give it a new folder."
@@ -116,8 +127,11 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
 
 
 def beneath_overlays(workdir: pathlib.Path) -> list[pathlib.Path]:
-    """The resolved folders of the models that lie beneath a run, the nearest first; none beneath a
-    trained one. Raises CheckpointError where they end in a circle."""
+    """Return the resolved folders of the models beneath a run, the nearest first; [] for a trained
+    run.
+
+    Raises CheckpointError if they form a circle.
+    """
     seen, over = [workdir.resolve()], opened(workdir)
     while over is not None:
         if over.base in seen:
@@ -131,13 +145,13 @@ def beneath_overlays(workdir: pathlib.Path) -> list[pathlib.Path]:
 
 
 def opened(workdir: str | os.PathLike) -> Overlay | None:
-    """The overlay that a workdir is, None where it is none. Raises CheckpointError."""
+    """Return the overlay in a workdir, or None without one. Raises CheckpointError."""
     workdir = pathlib.Path(workdir)
     file = workdir / sidecar.SETTINGS
     if not file.is_file():
         return None
     values = read_json(file)
-    if "base" not in values:  # beside exported weights
+    if "base" not in values:  # the file of exported weights
         return None
     try:
         return Overlay(
@@ -154,7 +168,7 @@ def opened(workdir: str | os.PathLike) -> Overlay | None:
 
 
 def beneath(config: ModelConfig, of: ModelConfig, tree: Tree) -> Tree:
-    """Return the part of a tree like `config`'s parameters that the base `of` has, as it has it."""
+    """Return the part of a tree of `config`'s parameters that the base `of` has, in its form."""
     tree = {k: v for k, v in tree.items() if k != "exits"}
     if config.head == "shared" and of.head == "own" and "shared_head" in tree:
         tree["final"] = tree.get("final", {}) | {"head": tree.pop("shared_head")}
@@ -162,7 +176,7 @@ def beneath(config: ModelConfig, of: ModelConfig, tree: Tree) -> Tree:
 
 
 def above(config: ModelConfig, of: ModelConfig, tree: Tree) -> Tree:
-    """The inverse of `beneath`."""
+    """Invert `beneath`."""
     if config.head == "shared" and of.head == "own" and "head" in tree.get("final", {}):
         final = dict(tree["final"])
         tree = tree | {"shared_head": final.pop("head"), "final": final}

@@ -17,13 +17,14 @@ MESH_AXES = (DATA, PIPE, MODEL)
 
 @dataclasses.dataclass(frozen=True)
 class Axes:
-    """The mesh axes a computation runs over inside a manual `shard_map`, each a name or None.
+    """The mesh axes of a computation inside a manual `shard_map`, each a name or None.
 
     The same layer code runs on one device (all None) and inside `shard_map`: with a name it
     communicates over that axis, without one it does not.
 
-    sequence: the axis over which the positions of the residual stream are cut (Korthikanti et al.
-    2022), which is the model axis where it is set.
+    Attributes:
+      sequence: the axis over which the positions of the residual stream are split (Korthikanti et
+        al. 2022), if any; it is the model axis.
     """
 
     data: str | None = None

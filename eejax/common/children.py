@@ -1,4 +1,4 @@
-"""Start child processes without letting a terminal's Ctrl-C interrupt their start."""
+"""Start of child processes without interruption by a terminal's Ctrl-C."""
 
 from __future__ import annotations
 

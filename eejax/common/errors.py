@@ -1,4 +1,4 @@
-"""Errors that say what is wrong, what is allowed, and how to mend it."""
+"""Errors that say what is wrong, what is allowed, and how to fix it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def require(ok: bool, field: str, value: Any, allowed: str, fix: str = "") -> No
 
 
 def require_given(field: str, value: T | None, allowed: str, fix: str = "") -> T:
-    """Return the value. Raises `ConfigError`, as `require` does, where it is None."""
+    """Return the value. Raises `ConfigError`, as `require` does, if it is None."""
     if value is None:
         raise ConfigError(_message(field, value, allowed, fix))
     return value
@@ -43,7 +43,7 @@ def require_count(field: str, value: Any, least: int = 1) -> None:
 
 
 def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
-    """The array that `value` is. Raises `ConfigError` for one that is ragged."""
+    """Return `value` as an array. Raises `ConfigError` for a ragged one."""
     try:
         return np.asarray(value)
     except ValueError:
@@ -60,7 +60,7 @@ def _message(field: str, value: Any, allowed: str, fix: str) -> str:
 
 
 def remedy(error: OSError) -> str:
-    """The thing to do about a path that cannot be used."""
+    """Return what to do about a path that cannot be used."""
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return "give another folder, as this is a file"
     if error.errno == errno.EISDIR:

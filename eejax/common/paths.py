@@ -1,4 +1,4 @@
-"""Paths as people write them."""
+"""Expansion of home folders in paths."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from eejax.common.errors import ConfigError
 
 
 def expanded(path: str | os.PathLike) -> pathlib.Path:
-    """Return a path with the home folder in the place of its `~` or `~user`.
+    """Return a path with the home folder in place of its `~` or `~user`.
 
-    Raises `ConfigError` naming the path where that folder is not known.
+    Raises `ConfigError`, naming the path, if that folder is unknown.
     """
     try:
         return pathlib.Path(path).expanduser()

@@ -1,4 +1,4 @@
-"""Pytree helpers: counting, slicing stacked layers, naming and parting leaves."""
+"""Pytree helpers: counting, slicing stacked layers, naming and splitting leaves."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ Tree = Any
 
 
 def size(tree: Tree) -> int:
-    """Number of scalars in all leaves (arrays or shape structs)."""
+    """Return the number of scalars in all leaves (arrays or shape structs)."""
     return sum(int(np.prod(a.shape)) for a in jax.tree.leaves(tree))
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes of all leaves (arrays or shape structs)."""
+    """Return the bytes of all leaves (arrays or shape structs)."""
     return sum(int(np.prod(a.shape)) * jnp.dtype(a.dtype).itemsize for a in jax.tree.leaves(tree))
 
 
 def slice_layers(stack: Tree, start: int, stop: int) -> Tree:
-    """Layers start:stop of leaves stacked as [l, ...]."""
+    """Return layers start:stop of leaves stacked as [l, ...]."""
     return jax.tree.map(lambda a: a[start:stop], stack)
 
 
 def unstack(stack: Tree, start: int, stop: int) -> tuple[Tree, ...]:
-    """Layers start:stop of leaves stacked as [l, ...], each as a tree of its own."""
+    """Return layers start:stop of leaves stacked as [l, ...], each as a separate tree."""
     return tuple(jax.tree.map(lambda a, i=i: a[i], stack) for i in range(start, stop))
 
 
 def split(tree: Tree, chosen: Callable[[str], bool]) -> tuple[Tree, Tree]:
-    """Nested dicts cut in two: leaves whose name ('exits/exit_3/norm/scale') is chosen, the rest.
+    """Split nested dicts into the leaves whose names ('exits/exit_3/norm/scale') are chosen, and
+    the rest.
 
-    Either keeps the dicts that hold something. What is not a dict is a leaf.
+    Both results keep only dicts that contain leaves. Anything but a dict is a leaf.
     """
     leaves = flatten_dict(tree)
     first = {path: leaf for path, leaf in leaves.items() if chosen("/".join(path))}
@@ -45,7 +46,7 @@ def split(tree: Tree, chosen: Callable[[str], bool]) -> tuple[Tree, Tree]:
 
 
 def join(a: Tree, b: Tree) -> Tree:
-    """Nested dicts made one; where both have a leaf, it is b's."""
+    """Merge nested dicts; if both have a leaf, b's is taken."""
     if not (isinstance(a, dict) and isinstance(b, dict)):
         return b
     both = {k: join(a[k], b[k]) for k in a.keys() & b.keys()}
@@ -58,7 +59,7 @@ def map_chunks(f: Callable[[Tree], Tree], rows: Tree, size: int) -> Tree:
     Args:
       f: a function whose results are independent by row.
       rows: leaves [n, ...].
-      size: most rows that f is called with. The last ones are padded with zeros.
+      size: number of rows of a call of f. The last ones are padded with zeros.
 
     Returns:
       Leaves [n, ...].
@@ -75,15 +76,15 @@ def map_chunks(f: Callable[[Tree], Tree], rows: Tree, size: int) -> Tree:
 
 
 def path_name(path: tuple) -> str:
-    """'layers/attn/q' for a key path of `jax.tree_util`."""
+    """Return a name such as 'layers/attn/q' for a key path of `jax.tree_util`."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def varying_zero(tree: Tree) -> jax.Array:
-    """An int32 0 that varies over every mesh axis that some array of the tree does.
+    """Return an int32 0 that varies over every mesh axis that some array of the tree varies over.
 
-    Inside of a `shard_map`, adding it to another value makes that vary over the same ones, without
-    asking which they are. XLA removes it.
+    Inside a `shard_map`, adding it to another value makes that vary over the same axes, whichever
+    they are. XLA removes it.
     """
     zero = jnp.zeros((), jnp.int32)
     for a in jax.tree.leaves(tree):

@@ -42,7 +42,7 @@ class Blend:
         ]
 
     def places(self, samples: Iterable[int]) -> list[tuple[int, int]]:
-        """(split, window) of each of the samples."""
+        """Return (split, window) of each of the samples."""
         with self._lock:
             return [self._place(s) for s in samples]
 
@@ -83,9 +83,9 @@ def shares_of(weights: Sequence[float], field: str = "weights") -> tuple[int, ..
 
 
 def permutation(n: int, seed: int, number: int, stream: int = 0) -> np.ndarray:
-    """[n] a permutation of 0..n-1, the same in every version of numpy.
+    """Return a permutation [n] of 0..n-1 that is the same in every version of numpy.
 
-    Sorts the numbers by a hash: SplitMix64 (Steele et al. 2014) of (seed, stream, number, i).
+    It sorts the numbers by a hash: SplitMix64 (Steele et al. 2014) of (seed, stream, number, i).
     """
     with np.errstate(over="ignore"):
         drawn = np.uint64(((stream << 32) + number) & (2**64 - 1))
@@ -94,7 +94,8 @@ def permutation(n: int, seed: int, number: int, stream: int = 0) -> np.ndarray:
 
 
 def _block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """The split [BLOCK] of every sample, and its number [BLOCK] among that split's samples."""
+    """Return the split [BLOCK] of every sample, and its number [BLOCK] among that split's
+    samples."""
     order = permutation(BLOCK, seed, block, _BLOCKS)
     which = np.repeat(np.arange(len(shares)), shares)[order]
     ranks = np.empty(BLOCK, np.int64)

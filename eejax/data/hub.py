@@ -97,7 +97,7 @@ class HubDataset:
             return datasets.load_dataset_builder(self._path, self.config)
 
     def _files(self) -> Any:
-        """The split's files, a list that also has their `origin_metadata`."""
+        """Return the split's files, a list that also has their `origin_metadata`."""
         found = {str(split): files for split, files in self._builder.config.data_files.items()}
         if self.split not in found:
             raise DataError(

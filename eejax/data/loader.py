@@ -53,11 +53,12 @@ class BatchSchedule:
         return cls(sizes, tuple(-(-(j + 1) * samples // n) for j in range(n)))
 
     def at(self, samples: int) -> int:
-        """Samples in the batch that begins after `samples`."""
+        """Return the samples in the batch that begins after `samples`."""
         return self.sizes[bisect.bisect_right(self.ends, samples)]
 
     def before(self, step: int, start: int = 0) -> int:
-        """Samples before the batch `step` batches after the one that begins at `start`."""
+        """Return the samples before the batch `step` batches after the one that begins at
+        `start`."""
         for size, end in zip(self.sizes, self.ends, strict=False):  # the last has no end
             taken = min(step, max(0, -(-(end - start) // size)))
             start, step = start + taken * size, step - taken
@@ -144,9 +145,10 @@ class Loader:
                 )
 
     def shard(self, index: int, count: int) -> Loader:
-        """The loader of process `index` of `count`: its rows of the same global batches.
+        """Return the loader of process `index` of `count`, with its rows of the same global
+        batches.
 
-        Raises `ConfigError` where one of `sizes` is not divisible by `count`.
+        Raises `ConfigError` if one of `sizes` is not divisible by `count`.
         """
         require(0 <= index < count, "index", index, f"must be in 0..{count - 1}")
         require(
@@ -174,15 +176,16 @@ class Loader:
         return self._sizes.sizes
 
     def size_at(self, samples: int) -> int:
-        """Samples in the global batch that begins after `samples`."""
+        """Return the samples in the global batch that begins after `samples`."""
         return self._sizes.at(samples)
 
     def samples_before(self, step: int, start: int = 0) -> int:
-        """Samples before the batch `step` batches after the one that begins at `start`."""
+        """Return the samples before the batch `step` batches after the one that begins at
+        `start`."""
         return self._sizes.before(step, start)
 
     def batch_at(self, samples: int) -> Batch:
-        """This shard's rows of the batch that begins after `samples`.
+        """Return this shard's rows of the batch that begins after `samples`.
 
         It may be called from several threads; its time does not depend on `samples`.
         """
@@ -194,7 +197,7 @@ class Loader:
         return windows_of(chosen, self.length, rows, self.document_masks)
 
     def batch(self, step: int) -> Batch:
-        """`batch_at` the step of a run that had these sizes from its beginning."""
+        """Return `batch_at` the step of a run that had these sizes from its beginning."""
         return self.batch_at(self.samples_before(step))
 
     def __iter__(self) -> Loader:
@@ -206,16 +209,17 @@ class Loader:
         return batch
 
     def advance(self) -> None:
-        """The batch at the position counts as taken."""
+        """Count the batch at the position as taken."""
         self.samples += self.size_at(self.samples)
         self.step += 1
 
     def state(self) -> dict[str, Any]:
-        """JSON from which `restore` continues, on any number of shards, in batches of any size."""
+        """Return JSON from which `restore` continues, on any number of shards, in batches of any
+        size."""
         return {"samples": self.samples, "step": self.step, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
           DataError: the state belongs to other data, or to samples drawn in another way.
@@ -258,11 +262,12 @@ def batches(
     limit: int | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """One pass over a split in its own order, for evaluation; batches as `Loader`'s.
+    """Yield one pass over a split in its own order, for evaluation, in batches like those of
+    `Loader`.
 
-    Every token but the split's first is a label once (with `document_masks`, every token but
-    the documents' first). The last window and the last batch are filled up with token 0 and
-    label IGNORE, so all batches have one shape. With `limit`, at most that many batches, of
+    Every token except the split's first is a label once (with `document_masks`, every token except
+    the documents' first). The last window and the last batch are filled up with token 0 and label
+    IGNORE, so all batches have one shape. With `limit`, there are at most that many batches, of
     `even_windows(split, length, limit * batch_size)`. `shard` is (index, count) and takes this
     process's rows of each.
     """
@@ -307,7 +312,7 @@ def even_windows(split: Split, length: int, most: int | None = None) -> np.ndarr
 def windows_of(
     chosen: Sequence[tuple[Split, int]], length: int, rows: int, document_masks: bool
 ) -> Batch:
-    """The chosen windows as a batch of `rows` rows, those left over holding nothing.
+    """Return the chosen windows as a batch of `rows` rows, of which surplus rows are empty.
 
     Where a tokenizer's texts begin with a token, windows do that begin in the middle of one: its
     place is taken from the window's end, whose token is the next window's first label.

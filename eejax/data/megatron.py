@@ -62,7 +62,7 @@ def open_megatron(
     validation_fraction: float = 0.05,
     seed: int = 0,
 ) -> MegatronDataset:
-    """Opens `prefix`.bin and .idx, whose tokens are those of `tokenizer`, after reading all once.
+    """Open `prefix`.bin and .idx, whose tokens are those of `tokenizer`, and read them all once.
 
     Documents fall into splits by the hash of their number, as `pack` does it with names; those
     without tokens are left out. Tokens are taken as they are: whether an end token closes a
@@ -109,7 +109,7 @@ def open_megatron(
 
 
 def _index(path: str) -> tuple[np.dtype, np.ndarray]:
-    """The tokens' dtype, and [documents + 1] where documents begin, in tokens."""
+    """Return the tokens' dtype, and where documents begin [documents + 1], in tokens."""
     with open(path, "rb") as file:
         head = file.read(len(_MAGIC) + _HEADER.size)
     size = os.path.getsize(path)
@@ -183,7 +183,7 @@ def _tokens(path: str, dtype: np.dtype, count: int) -> np.ndarray:
 def _read_all(
     path: str, tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer
 ) -> tuple[Any, np.ndarray]:
-    """SHA-256 of the tokens as they lie, and [n] the UTF-8 bytes of each document."""
+    """Return the SHA-256 of the stored tokens, and the UTF-8 bytes [n] of each document."""
     digest, sizes = hashlib.sha256(), np.zeros(len(starts) - 1, np.int64)
     table = tokenizer.byte_lengths
     for at in range(0, len(tokens), _BLOCK):

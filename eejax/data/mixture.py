@@ -29,7 +29,7 @@ class Mixture:
         return self.datasets[0].tokenizer
 
     def split(self, name: str) -> Split:
-        """Refused: a mixture has one of each data set (`parts`)."""
+        """Raise an error: a mixture has a split of each data set (`parts`)."""
         raise DataError(
             f"the {name} text is a mixture of {len(self.datasets)} data sets, and this takes one: "
             "train without data.weights, or name other text."
@@ -37,9 +37,9 @@ class Mixture:
 
 
 def parts(dataset: Dataset | Mixture, name: str) -> tuple[Split, ...]:
-    """The split of every data set of a mixture, or of the one there is.
+    """Return the split of every data set of a mixture, or of the only one.
 
-    Raises `DataError` where one does not have it.
+    Raises `DataError` if one does not have it.
     """
     datasets = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
     return tuple(d.split(name) for d in datasets)

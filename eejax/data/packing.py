@@ -62,11 +62,11 @@ class Split:
         return int(self.starts[-1])
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens start:start+count of the split as int32; fewer at its end."""
+        """Return tokens start:start+count of the split as int32, fewer at its end."""
         return self.counted(start, count)[0]
 
     def counted(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """`read`, and which of these tokens are to be predicted, None where all are."""
+        """Return `read`, and which of these tokens are to be predicted, None if all are."""
         stop = min(start + count, len(self))
         pieces = []
         run = int(np.searchsorted(self.runs, start, side="right")) - 1
@@ -81,7 +81,7 @@ class Split:
         return (found & ~processes.UNCOUNTED).astype(np.int32), (found & processes.UNCOUNTED) == 0
 
     def document(self, i: int) -> np.ndarray:
-        """Tokens of the split's i-th document, its end token last."""
+        """Return the tokens of the split's i-th document, its end token last."""
         return self.read(int(self.starts[i]), int(self.starts[i + 1] - self.starts[i]))
 
 
@@ -143,10 +143,14 @@ def part(
     tokens: np.ndarray,
     **common: Any,
 ) -> dict[str, Split]:
-    """The splits of documents that follow one another in a file; those with documents.
+    """Return the splits of consecutive documents in a file; only those with documents.
 
-    numbers [n]: what the documents are called. starts [n + 1]: where they begin. sizes [n]: UTF-8
-    bytes. split [n]: index into SPLITS. common: the fields of `Split` that are the same for all.
+    Args:
+      numbers: [n] numbers of the documents.
+      starts: [n + 1] where they begin.
+      sizes: [n] UTF-8 bytes.
+      split: [n] index into SPLITS.
+      common: the fields of `Split` that are the same for all.
     """
     result = {}
     for i, name in enumerate(SPLITS):
@@ -199,21 +203,22 @@ def pack(
     workers: int = 1,
     progress: Callable[[PackProgress], None] | None = None,
 ) -> PackedDataset:
-    """Tokenizes a source into a folder of its own under `root`, or opens it if it is there.
+    """Tokenize a source into a folder of its own under `root`, or open the folder if it exists.
 
-    A document goes to validation when the hash of its name and `seed` says so, whatever other
-    documents there are; if a split would stay empty, the document nearest to it is moved. With
-    `validation_fraction` 0 everything is for training.
+    The hash of a document's name and `seed` decides whether it goes to validation, whatever other
+    documents there are. If a split would stay empty, the document nearest to it is moved. With
+    `validation_fraction` 0 all text is for training.
 
-    `workers` processes tokenize (1: this one), with the same result. However this ends, by
-    an error, a full disk or SIGKILL, the same call with the same text goes on behind what was
-    committed, a moment ago at most. While another process packs the same, this one waits.
-    Where the text itself is gone, what was packed of it before is opened, with a note.
-    Memory: some chunks of 2^18 characters for each worker, or of one longer document.
-    progress: called after every chunk; what it raises ends packing.
+    `workers` processes tokenize (1: this one), with the same result. However this ends, by an
+    error, a full disk or SIGKILL, the same call with the same text continues after the last commit,
+    which is moments old. While another process packs the same data, this one waits. If the text
+    itself is gone, a folder that was packed from it is opened, with a note. Memory: some chunks of
+    2^18 characters for each worker, or of one longer document. `progress` is called after every
+    chunk; an error that it raises ends packing.
 
     Raises:
-      DataError: unreadable or too little text, a tokenizer without an end token, a full disk.
+      DataError: for unreadable or too little text, a tokenizer without an end token, or a full
+        disk.
     """
     require(isinstance(workers, int) and workers > 0, "workers", workers, "must be an integer > 0")
     settings = (tokenizer, root, validation_fraction, seed)
@@ -255,7 +260,7 @@ def find_packed(
 
 
 def open_packed(path: str | os.PathLike) -> PackedDataset:
-    """Opens a packed folder, after reading all of it once to see that it is as it was written.
+    """Open a packed folder, and read it all once to verify that it is as it was written.
 
     Raises:
       DataError: not a packed folder, or a damaged one.
@@ -289,7 +294,7 @@ def _fingerprint(path: str, meta: dict[str, Any]) -> str:
 
 
 def _rest(path: str, meta: dict[str, Any]) -> str:
-    """A checksum of all that `_fingerprint` leaves out, meta.json itself included."""
+    """Return a checksum of all that `_fingerprint` leaves out, including meta.json itself."""
     described = {k: v for k, v in meta.items() if k != "rest"}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     tokenizer = sorted(os.listdir(os.path.join(path, "tokenizer")))
@@ -308,7 +313,7 @@ def _tokenize(
     workers: int,
     progress: Callable[[PackProgress], None] | None,
 ) -> None:
-    """All documents into the working folder, those committed before being read only."""
+    """Tokenize all documents into the working folder; those already committed are only read."""
     saved = os.path.join(work.packed, "tokenizer")
     with writing.naming(saved):
         tokenizer.save(saved)
@@ -355,7 +360,7 @@ def check_enough(documents: int, fraction: float, most: int | None = None) -> No
 def _behind(
     work: writing.PackingFolder, source: Source
 ) -> tuple[Iterator[Document | FieldDocument], Any]:
-    """The documents that are not committed yet, and the digest of those that are."""
+    """Return the documents that are not committed yet, and the digest of those that are."""
     documents, digest = iter(source.documents()), hashlib.blake2b(digest_size=16)
     if not work.state.documents:
         return documents, digest
@@ -409,7 +414,7 @@ def _dtype(tokenizer: Tokenizer, spec: dict[str, Any]) -> np.dtype:
 
 
 def _finish(work: writing.PackingFolder, tokenizer: Tokenizer, spec: dict[str, Any]) -> None:
-    """The files of a data set that need all of its documents."""
+    """Write the files of a data set that need all of its documents."""
     n = work.state.documents
 
     def hashes():
@@ -457,9 +462,10 @@ def _finish(work: writing.PackingFolder, tokenizer: Tokenizer, spec: dict[str, A
 
 
 def assign(hashes: Callable[[], Iterable[np.ndarray]], fraction: float) -> Iterator[np.ndarray]:
-    """Blocks of uint8 for blocks of hashes: 1, validation, where the hash in [0, 1) is below.
+    """Yield blocks of uint8 for blocks of hashes in [0, 1): 1, validation, for a hash below
+    `fraction`.
 
-    hashes: gives the blocks, each time from the first on. Where a split would stay empty, the
+    `hashes` returns the blocks, each time from the first on. If a split would stay empty, the
     document nearest to it is moved.
     """
     move = _to_move(hashes(), fraction) if fraction > 0.0 else None
@@ -473,7 +479,7 @@ def assign(hashes: Callable[[], Iterable[np.ndarray]], fraction: float) -> Itera
 
 
 def _to_move(blocks: Iterable[np.ndarray], fraction: float) -> int | None:
-    """The document that goes to the other split, so that none is empty."""
+    """Return the document that goes to the other split, so that none is empty."""
     count = held_out = 0
     low, high = (2.0, 0), (-1.0, 0)  # the ends, with the first document there
     for block in blocks:

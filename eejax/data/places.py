@@ -37,9 +37,9 @@ def packed_before(
     validation_fraction: float,
     seed: int,
 ) -> str | None:
-    """The folder packed by the same settings from text that is gone; None unless there is one.
+    """Return the folder packed by the same settings from text that is gone, or None.
 
-    Of several, of a text that has changed between, it cannot be told which is meant.
+    It is also None if there are several, because the text changed in between.
     """
     settings_of_source = getattr(source, "settings", None)
     if settings_of_source is None:

@@ -13,7 +13,7 @@ from eejax.data.packing import Split
 
 
 def import_grain() -> Any:
-    """The package grain. Raises `DataError` where it is not installed."""
+    """Import the package grain. Raises `DataError` if it is not installed."""
     try:
         import grain
     except ImportError as error:
@@ -130,14 +130,14 @@ class _Ahead:
         return self._loader.batch_at(self._loader.samples_before(i, self._start))
 
     def stop(self) -> set[threading.Thread]:
-        """No batch begins after this; the threads that may still be at one."""
+        """Begin no further batch; threads may still finish one."""
         with self._lock:
             self._stopped = True
         return self._threads
 
 
 def windows(split: Split, length: int, *, document_masks: bool = False) -> TextWindows:
-    """The windows of a split as a random-access source, such as grain's datasets and loaders take.
+    """Return the windows of a split as a random-access source for grain's datasets and loaders.
 
     Element i is window i in the split's own order: a row [t] of each array of a `Loader`'s
     batch. Tokens after the last whole window are left out. Meant for threads: a worker process

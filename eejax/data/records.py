@@ -29,7 +29,7 @@ Texts = Iterator[tuple[int, str]]
 
 
 def reader(path: str) -> Callable[[str, str, str], Texts] | None:
-    """`json_lines` or `parquet` by what the file's name ends with, None for other files."""
+    """Return `json_lines` or `parquet` by the suffix of the file's name, None for other files."""
     name = path.lower()
     if name.endswith((".jsonl", ".jsonl.gz", ".json.gz")):
         return json_lines
@@ -37,7 +37,7 @@ def reader(path: str) -> Callable[[str, str, str], Texts] | None:
 
 
 def json_lines(path: str, field: str, form: str = TEXT) -> Texts:
-    """(number, text) of each line, numbered from 1; blank lines are passed over.
+    """Yield (number, text) of each line, numbered from 1; blank lines are skipped.
 
     Holds one line. A name that ends in .gz is unpacked on the way. Raises `DataError` for what
     cannot be read, a line that is no JSON object, or one without a string in `field`, or of
@@ -57,7 +57,7 @@ def json_lines(path: str, field: str, form: str = TEXT) -> Texts:
 
 
 def parquet(path: str, field: str, form: str = TEXT) -> Texts:
-    """(number, text) of each row, numbered from 1, reading no other column than is asked for.
+    """Yield (number, text) of each row, numbered from 1, reading only the needed column.
 
     Holds a few pages of one row group. Raises `DataError` for what is no Parquet file, a field
     that is not there or does not hold strings, or a row without one.
@@ -98,12 +98,12 @@ def parquet(path: str, field: str, form: str = TEXT) -> Texts:
 
 
 def content_of(record: Any, field: str, where: str, form: str = TEXT) -> str:
-    """`text_of` a record, or `fields_of` one of another form."""
+    """Return `text_of` a record, or `fields_of` one of another form."""
     return text_of(record, field, where) if form == TEXT else fields_of(record, form, where)
 
 
 def fields_of(record: Any, form: str, where: str) -> str:
-    """The fields of a record of `form`, as JSON.
+    """Return the fields of a record of `form`, as JSON.
 
     "chat": `messages`, a list of objects with a `role` and a `content`, and where the record has
     them `tools`, a list of objects. "completion": the strings `prompt` and `completion`. Raises
@@ -126,15 +126,19 @@ def fields_of(record: Any, form: str, where: str) -> str:
 
 
 def without_nulls(value: Any) -> Any:
-    """A row without the fields that are null, at every depth: the structs of a table have every
-    field that any row has, which would come into the text that a template makes of `tools`."""
+    """Return a row without its null fields, at every depth.
+
+    The structs of a table have every field that any row has; nulls would appear in the text that a
+    template makes of `tools`.
+    """
     if isinstance(value, dict):
         return {k: without_nulls(v) for k, v in value.items() if v is not None}
     return [without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def texts_in(record: str, form: str) -> tuple[str, ...]:
-    """The texts in a record that `fields_of` wrote: contents of messages, prompt and completion."""
+    """Return the texts in a record from `fields_of`: contents of messages, prompt and
+    completion."""
     fields = json.loads(record)
     if form == COMPLETION:
         return fields["prompt"], fields["completion"]
@@ -151,14 +155,14 @@ _WANTED = {
 
 
 def _misshapen_tools(tools: Any) -> str:
-    """The problem with the functions that a conversation may call, '' for none."""
+    """Return the problem with the functions that a conversation may call, "" for none."""
     if tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         return ""
     return f"the field 'tools' is {_kind(tools)}, no list of objects"
 
 
 def _misshapen(messages: Any) -> str:
-    """The problem with a conversation, '' for none."""
+    """Return the problem with a conversation, "" for none."""
     if not isinstance(messages, list) or not messages:
         return f"the field 'messages' is {_kind(messages)}, no list of messages"
     for i, message in enumerate(messages):
@@ -174,7 +178,7 @@ def _misshapen(messages: Any) -> str:
 
 
 def text_of(record: Any, field: str, where: str) -> str:
-    """The string in `field` of a record: a key, or several with dots between them.
+    """Return the string in `field` of a record: a key, or several joined by dots.
 
     Raises `DataError`, beginning with `where`, unless there is one that is Unicode text.
     """
@@ -196,9 +200,10 @@ def text_of(record: Any, field: str, where: str) -> str:
 
 
 def missing(field: str, kind: str | None, strings: list[str], where: str) -> DataError:
-    """The error for a record or a table that has no string in `field`.
+    """Return the error for a record or a table that has no string in `field`.
 
-    `kind`: what is there instead, None for nothing. `strings`: the fields that do hold text.
+    `kind` is the type of the value there, None without one. `strings` are the fields that do hold
+    text.
     """
     problem = f"no field {field!r}" if kind is None else f"{kind} in the field {field!r}, no text"
     shown = ", ".join(strings[:20]) + (", ..." if len(strings) > 20 else "")

@@ -149,8 +149,11 @@ class SentencePieceTokenizer:
         return self.control[name]
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
-        """int32 ids [t]. With `allow_special`, the text between special tokens is encoded as if
-        it stood alone, the way prompts are put together from ids, but for its `space`."""
+        """Encode a text as int32 ids [t].
+
+        With `allow_special`, the text between special tokens is encoded as if it stood alone, as
+        prompts are composed from ids, except for its `space`.
+        """
         utf8(text)
         pieces = self._special_tokens(text) if allow_special else [text]
         ids = self._ids(pieces)

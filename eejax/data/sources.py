@@ -65,7 +65,7 @@ class Source(Protocol):
         ...
 
     def describe(self) -> dict[str, Any]:
-        """JSON that changes whenever the documents do; packed data is reused while it stays.
+        """Return JSON that changes whenever the documents do; packed data is reused while it stays.
 
         Raises `DataError` where the text is not there. A source may also have `settings`, the
         part of it that needs no look at the text: by it, text that is gone is found as packed.
@@ -146,7 +146,8 @@ class TextFiles:
         }
 
     def _files(self) -> list[tuple[str, str, bool]]:
-        """(document name, path, named without a wildcard) of every file, each once."""
+        """Return (document name, path, whether it was named without a wildcard) of every file
+        once."""
         found: dict[str, tuple[str, str, bool]] = {}
         for pattern in self.patterns:
             pattern = os.path.expanduser(pattern)
@@ -176,7 +177,7 @@ class TextFiles:
         return list(found.values())
 
     def _read(self, name: str, path: str) -> Iterator[Document | FieldDocument]:
-        """The documents of one file that hold more than white space."""
+        """Yield the documents of one file that hold more than white space."""
         if read := records.reader(path):
             texts = read(path, self.text_field, self.form)
             made = (
@@ -237,7 +238,7 @@ class PythonStdlib:
         }
 
     def _chosen(self) -> list[tuple[str, int, Callable[[], str | None]]]:
-        """(name, bytes, reader) of the documents within the budget, sorted by name."""
+        """Return (name, bytes, reader) of the documents within the budget, sorted by name."""
         entries = sorted(_stdlib_files() + _stdlib_topics(), key=lambda entry: entry[0])
         if not entries:
             raise DataError(
@@ -284,7 +285,7 @@ class Chain:
 def source(
     spec: str | Sequence[str], max_bytes: int | None = None, text_field: str = "text"
 ) -> Source:
-    """The source that `spec` names, or a sequence of them, in that order.
+    """Return the source that `spec` names, or a sequence of them, in that order.
 
     `"python-stdlib"`; `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT` (train unless said;
     CONFIG may be empty) for a data set of the Hugging Face Hub or a local folder in that form;
@@ -319,7 +320,7 @@ def source(
 
 
 def _form(spec: str) -> tuple[bool, str, str]:
-    """(whether it is no file, form, name) of what `source` takes."""
+    """Return (whether it is not a file, form, name) of an argument of `source`."""
     from eejax.data import hub
 
     form, colon, name = spec.partition(":")
@@ -337,7 +338,7 @@ def is_supervised(described: Any) -> bool:
 def limited(
     documents: Iterator[Document | FieldDocument], max_bytes: int | None
 ) -> Iterator[Document | FieldDocument]:
-    """The first `max_bytes` bytes of text, cut between characters; all of it for None."""
+    """Yield the first `max_bytes` bytes of text, cut between characters; all of it for None."""
     left = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
         data = document.text.encode()
@@ -376,9 +377,9 @@ def cut(file: io.TextIOBase, separator: str | None, limit: int) -> Iterator[str]
 
 
 def name_hash(name: str, key: int | str) -> int:
-    """A 64-bit hash of a name, the same on every machine and run.
+    """Return a 64-bit hash of a name, the same on every machine and run.
 
-    Choices that must not depend on one another, such as a sample and a split, take other keys.
+    Independent choices, such as those of a sample and of a split, need different keys.
     """
     digest = hashlib.blake2b(f"{key}\0{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big")

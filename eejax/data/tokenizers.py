@@ -96,9 +96,12 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
-        """int32 ids [t] of a text, with `bos_id` before it if the tokenizer `adds_bos`, unless it
-        goes on after another one (`begins` False) or says so itself. Names of special tokens are
-        plain text unless `allow_special`."""
+        """Encode a text as int32 ids [t].
+
+        `bos_id` precedes it if the tokenizer `adds_bos`, unless the text continues another one
+        (`begins` False) or begins with it already. Names of special tokens are plain text unless
+        `allow_special`.
+        """
         ...
 
     def encode_marked(self, text: str) -> np.ndarray:

@@ -126,14 +126,14 @@ class PackingFolder:
         self._due = now + COMMIT_SHARE * (now - begin)
 
     def begin_anew(self) -> None:
-        """Forgets everything; a folder left like this is removed."""
+        """Forget all documents; a folder left like this is removed."""
         self.close()
         with naming(self.folder), contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(_COMMIT))
         self._open(PackCommit())
 
     def records(self) -> Iterator[np.ndarray]:
-        """RECORD of all committed documents, some at a time."""
+        """Yield RECORD of all committed documents, some at a time."""
         return self._records(self.state.documents)
 
     def _records(self, n: int) -> Iterator[np.ndarray]:
@@ -173,7 +173,7 @@ class PackingFolder:
             self._files[name] = GrowingFile(self.path(name), *state.files[name])
 
     def _committed(self) -> PackCommit:
-        """The last commit, if the files still hold what it says."""
+        """Return the last commit, if the files still agree with it."""
         path = self.path(_COMMIT)
         try:
             with open(path, encoding="utf-8") as file:
@@ -227,7 +227,7 @@ class GrowingFile:
 
 @contextlib.contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Writing errors as a `DataError` that names the file."""
+    """Turn errors of writing into a `DataError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -239,7 +239,8 @@ def naming(path: str) -> Iterator[None]:
 
 
 def remove_stale(root: str) -> None:
-    """Working folders under `root` whose data set is finished, or that were left a day ago."""
+    """Remove working folders under `root` whose data set is finished, or that were left a day
+    ago."""
     for entry in os.scandir(root):
         if entry.name.startswith(_REMOVED):  # by a process that was killed over it
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -253,7 +254,7 @@ def remove_stale(root: str) -> None:
 
 
 def _wait(folder: str) -> contextlib.AbstractContextManager[FileLock]:
-    """The held lock of a working folder, which is made if it is not there."""
+    """Return the held lock of a working folder, which is made if it does not exist."""
     lock, seconds = _lock(folder), _SAY_SECONDS
     while True:
         with naming(folder), contextlib.suppress(FileNotFoundError):  # removed this moment
@@ -270,7 +271,7 @@ def _lock(folder: str) -> FileLock:
 
 
 def _remove(folder: str) -> None:
-    """Removes a held folder; from its first moment on another process can make it anew."""
+    """Remove a held folder; another process can make it again at once."""
     with contextlib.suppress(OSError):
         away = os.path.join(os.path.dirname(folder), f"{_REMOVED}{uuid.uuid4().hex}")
         os.rename(folder, away)
@@ -284,7 +285,7 @@ def _with_files(folder: str) -> Iterator[str]:
 
 
 def _checksum(path: str, size: int) -> int:
-    """CRC-32 of a file's first `size` bytes. Raises `ValueError` where it has fewer."""
+    """Return the CRC-32 of a file's first `size` bytes. Raises `ValueError` if it has fewer."""
     crc = 0
     with open(path, "rb") as file:
         while size:
@@ -296,7 +297,7 @@ def _checksum(path: str, size: int) -> int:
 
 
 def _sync(path: str) -> None:
-    """A file's content, or a folder's entries, to the disk."""
+    """Flush a file's content, or a folder's entries, to the disk."""
     handle: Any = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,6 +1,6 @@
-"""Exit confidences: pure functions from what an exit sees to a number in [0, 1].
+"""Exit confidences: pure functions from an exit's state or logits to a number in [0, 1].
 
-A gate sees logits after the exit's own temperature and before any sampling transform.
+A gate reads logits after the exit's own temperature and before any sampling transform.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from jax import lax
 from eejax.kernels.head_confidence.api import Confidence
 
 GATES = ("max_probability", "margin", "entropy", "patience", "saturation", "fixed", "router")
-"""Names of the gates. A request's is a number here, so that a batch may mix them.
+"""Names of the gates. A request has the index of its gate, so that a batch may mix them.
 
 max_probability: probability of the most likely token (EE-LLM, section 5.2).
-margin: that less the second most likely one's (CALM's softmax response, section 3.5).
-entropy: 1 - entropy / log(vocabulary) (as BranchyNet's, turned round).
-patience: exits in a row that agree on the most likely token, over the model's exits (PABEE; Zhou
-    et al. 2020): a threshold of 2 / 4 leaves a model of four exits once two agree.
-saturation: cosine of the states at this and the exit before (CALM, section 3.5), 0 at the first.
+margin: difference between the two highest probabilities (CALM's softmax response, section 3.5).
+entropy: 1 - entropy / log(vocabulary) (BranchyNet's entropy, inverted).
+patience: number of consecutive exits that agree on the most likely token, over the number of exits
+    (PABEE; Zhou et al. 2020): with threshold 2 / 4, a token of a model with four exits leaves once
+    two agree.
+saturation: cosine of the states at this and the previous exit (CALM, section 3.5), 0 at the first.
 fixed: always 1, so that a token leaves by the first active exit whose threshold is below 1.
-router: what a router network says of the state (`gates.router`; TIDE), at exits that have one.
+router: output of a router network for the state (`gates.router`; TIDE), at exits that have one.
 """
 
 MAX_PROBABILITY, MARGIN, ENTROPY, PATIENCE, SATURATION, FIXED, ROUTER = range(len(GATES))
@@ -51,28 +52,29 @@ class Memory(NamedTuple):
 
 
 def needs_logits(kind: jax.Array) -> jax.Array:
-    """[b] whether a gate's confidence is made of logits."""
+    """Return [b] bool, whether a gate's confidence is computed from logits."""
     return kind < SATURATION
 
 
 def max_probability(logits: jax.Array) -> jax.Array:
-    """Probability of the most likely token, [...] from float32 logits [..., v]."""
+    """Return the probability of the most likely token, [...] from float32 logits [..., v]."""
     peak = jnp.max(logits, -1, keepdims=True)
     return 1.0 / jnp.sum(jnp.exp(logits - peak), -1)
 
 
 def margin(logits: jax.Array) -> jax.Array:
-    """Probability of the most likely token less that of the second, [...] from [..., v]."""
+    """Return the difference between the two highest probabilities, [...] from logits [..., v]."""
     peak = jnp.max(logits, -1, keepdims=True)
     top = logits == peak
     second = jnp.max(jnp.where(top, -jnp.inf, logits), -1)
-    # A peak that several tokens share is its own second.
+    # If several tokens share the peak, the second highest probability equals it.
     second = jnp.where(jnp.sum(top, -1) > 1, peak[..., 0], second)
     return max_probability(logits) * (1.0 - jnp.exp(second - peak[..., 0]))
 
 
 def certainty(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """1 - entropy / log(vocab_size), [...] from logits [..., v], masked where v is padded."""
+    """Return 1 - entropy / log(vocab_size), [...] from logits [..., v], masked where v is
+    padded."""
     y = logits - jnp.max(logits, -1, keepdims=True)
     p = jnp.exp(y)
     total = jnp.sum(p, -1)
@@ -80,12 +82,12 @@ def certainty(logits: jax.Array, vocab_size: int) -> jax.Array:
 
 
 def certain(entropy: jax.Array, vocab_size: int) -> jax.Array:
-    """1 - entropy [...] in nats / log(vocab_size)."""
+    """Return 1 - entropy / log(vocab_size), [...] from entropies [...] in nats."""
     return jnp.clip(1.0 - entropy / jnp.log(float(max(vocab_size, 2))), 0.0, 1.0)
 
 
 def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
-    """float32 cosine [...] of vectors [..., d]."""
+    """Return the float32 cosine [...] of vectors [..., d]."""
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
 
     def dot(x, y):
@@ -95,17 +97,24 @@ def cosine(a: jax.Array, b: jax.Array) -> jax.Array:
 
 
 def saturation(state: jax.Array, before: jax.Array) -> jax.Array:
-    """Cosine of states [..., d] and those at the exit before, 0 where it is negative."""
+    """Return the cosine of states [..., d] and those at the previous exit, 0 if it is negative."""
     return jnp.clip(cosine(state, before), 0.0, 1.0)
 
 
 def of_logits(
     kind: jax.Array, logits: jax.Array, token: jax.Array, memory: Memory, exits: int, vocab: int
 ) -> tuple[jax.Array, Memory]:
-    """Confidences [b] by gates `kind` [b] that read logits [b, v], and the `Memory` after.
+    """Compute confidences [b] of gates that read logits, and the `Memory` after them.
 
-    token [b]: the most likely one; exits: early ones of the model. A gate that nobody uses costs
-    nothing.
+    A gate that no request uses costs nothing.
+
+    Args:
+      kind: [b] index of each request's gate.
+      logits: [b, v].
+      token: [b] the most likely token.
+      memory: the memory before this exit.
+      exits: number of early exits of the model.
+      vocab: number of tokens.
     """
     confidence = max_probability(logits)
     for k, gate in ((MARGIN, margin), (ENTROPY, lambda y: certainty(y, vocab))):
@@ -118,21 +127,23 @@ def of_logits(
 def of_statistics(
     kind: jax.Array, seen: Confidence, memory: Memory, exits: int, vocab: int
 ) -> tuple[jax.Array, Memory]:
-    """Return confidences as `of_logits`, from statistics of logits [b, v] that are not written."""
+    """Compute confidences as `of_logits`, from statistics of logits [b, v] that are not written."""
     confidence = jnp.where(kind == MARGIN, seen.top - seen.second, seen.top)
     confidence = jnp.where(kind == ENTROPY, certain(seen.entropy, vocab), confidence)
     return _patient(kind, confidence, seen.token, memory, exits)
 
 
 def _patient(kind, confidence, token, memory, exits) -> tuple[jax.Array, Memory]:
-    """`confidence`, that by patience where it is asked for, and the `Memory` after `token`."""
+    """Return `confidence`, replaced by patience for the requests with that gate, and the new
+    `Memory`."""
     streak = jnp.where(token == memory.token, memory.streak, 0) + 1
     confidence = jnp.where(kind == PATIENCE, patience(streak, exits), confidence)
     return confidence, memory._replace(token=token, streak=streak)
 
 
 def patience(streak: jax.Array, exits: int) -> jax.Array:
-    """A streak of agreeing exits as a confidence; one exit alone agrees with nobody."""
+    """Return the confidence of a streak of agreeing exits; a streak of one exit has confidence
+    0."""
     return jnp.where(streak > 1, streak, 0).astype(jnp.float32) / max(exits, 1)
 
 
@@ -142,9 +153,11 @@ def of_state(
     memory: Memory,
     router: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, Memory]:
-    """Confidences [b] by gates `kind` that read no logits, of states [b, d], and the `Memory`.
+    """Compute confidences [b] of gates that read no logits, from states [b, d], and the new
+    `Memory`.
 
-    router: what this exit's router network makes [b] of states; without one nobody leaves by it.
+    `router` is this exit's router network, from states to confidences [b]; without one no token
+    leaves by it.
     """
     confidence = jnp.where(kind == SATURATION, saturation(state, memory.state), 1.0)
     by_router, routed = kind == ROUTER, jnp.zeros_like(state[:, 0], jnp.float32)
@@ -154,9 +167,10 @@ def of_state(
 
 
 def falling(threshold: jax.Array, decay: jax.Array, progress: jax.Array) -> jax.Array:
-    """A threshold after a share `progress` of a text: 0.9 threshold + 0.1 exp(-decay progress).
+    """Return a threshold after a share `progress` of a text: 0.9 threshold + 0.1 exp(-decay
+    progress).
 
-    CALM, section 3.3: early errors spoil more of a text. A negative decay leaves it as it is.
+    CALM, section 3.3: early errors spoil more of a text. A negative decay leaves it unchanged.
     """
     fallen = jnp.clip(0.9 * threshold + 0.1 * jnp.exp(-decay * progress), 0.0, 1.0)
     return jnp.where(decay < 0, threshold, fallen)

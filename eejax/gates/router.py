@@ -1,10 +1,10 @@
-"""The router network: whether a token may leave at a boundary, from its hidden state alone.
+"""The router network, which predicts from a hidden state whether a token may leave at a boundary.
 
     confidence = sigmoid(w_up . silu(W_down norm(x)) + bias)
 
-TIDE's gate, with a bias. The norm is of the model's kind and has weights of its own, so that a
-router reads the state at the boundary and nothing else: neither an exit's norm nor its head need
-to be computed to decide. Calibration trains routers through the very function that engines call.
+This is TIDE's gate, with a bias. The norm is of the model's kind and has its own weights, so a
+router reads only the state at the boundary, and an exit's norm and head are not computed to decide.
+Calibration trains routers through the same function that engines call.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from eejax.models.config import ModelConfig
 
 
 def logit(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """float32 log-odds [...] that a token may leave, from states x [..., d] at the boundary.
+    """Compute float32 log-odds [...] that a token may leave, from states x [..., d] at the
+    boundary.
 
-    p: a router's parameters (`models.params.router`), taken in x's dtype, as engines have them;
-    products are accumulated in float32.
+    p are a router's parameters (`models.params.router`), cast to x's dtype as in engines; products
+    are accumulated in float32.
     """
     return reference.logit(layers.norm_options(config), x, *_weights(p))
 
 
 def confidence(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """float32 probability [...] that a token may leave, from states x [..., d]."""
+    """Compute the float32 probability [...] that a token may leave, from states x [..., d]."""
     rows = x.reshape(-1, x.shape[-1])
-    never = jnp.ones(len(rows), jnp.float32)  # engines have thresholds of their own
+    never = jnp.ones(len(rows), jnp.float32)  # engines apply their own thresholds
     routed = norm_router(rows, *_weights(p), never, options=layers.norm_options(config))
     return routed.confidence.reshape(x.shape[:-1])
 
@@ -46,7 +47,8 @@ def _weights(
 
 
 def of_exit(params: Tree, config: ModelConfig, e: int) -> Callable[[jax.Array], jax.Array] | None:
-    """`confidence` as a function of states alone, by exit e's router; None where it has none."""
+    """Return `confidence` of exit e's router as a function of states alone, or None without a
+    router."""
     if e == config.n_exits or not config.exits[e].router:
         return None
     p = exits.exit_params(params, config, e)["router"]

@@ -1,1 +1,1 @@
-"""Choosing which model serves, and how much of it is loaded (HELIOS)."""
+"""Choice of the model that serves, and of how much of it is loaded (HELIOS)."""

@@ -12,13 +12,13 @@ class BreachWindow:
     """The last tokens of the model that serves.
 
     Attributes:
-      size: tokens that are kept at most.
-      most: tokens below their threshold that are allowed among them.
+      size: maximum number of tokens.
+      max_breaches: maximum of them that may leave below their threshold.
       recent: whether each token left below its threshold, oldest first.
     """
 
     size: int
-    most: int
+    max_breaches: int
     recent: tuple[bool, ...] = ()
 
 
@@ -31,15 +31,15 @@ def count_tokens(window: BreachWindow, below: Sequence[bool]) -> tuple[BreachWin
     """Count tokens, in the order in which they came.
 
     Returns:
-      The window, and the share of tokens below their threshold once those were too many; None
-      where they are not. Tokens behind that are not counted.
+      The window, and the share of tokens below their threshold if there were too many, else None.
+      Tokens after that point are not counted.
     """
     recent = collections.deque(window.recent, maxlen=window.size)
     total = sum(recent)
     for one in below:
         total += one - (len(recent) == window.size and recent[0])
         recent.append(one)
-        if total > window.most:
+        if total > window.max_breaches:
             found = dataclasses.replace(window, recent=tuple(recent))
             return found, total / len(recent)
     return dataclasses.replace(window, recent=tuple(recent)), None

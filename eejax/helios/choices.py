@@ -15,7 +15,7 @@ from eejax.helios.objectives import Telemetry
 
 AUTO: Final = "auto"
 REASSESS = f'must be a number of prompts, or "{AUTO}"'
-STRICTEST = 4  # steps of thresholds to 1, each half of the way that is left but for the last
+STRICTEST = 4  # steps of thresholds to 1; each but the last goes half of the remaining way
 
 
 class FrozenMappings:
@@ -52,12 +52,12 @@ class ControllerOptions:
       interval: prompts between two reassessments, or auto: as many as it takes until they cost no
         more than a twentieth of the time (`prospects.interval`).
       window: tokens in which breaches are counted, those that leave below their threshold.
-      breaches: most of the window's tokens that may leave below their threshold before more layers
+      breaches: maximum tokens of the window that may leave below their threshold before more layers
         or another model are considered.
       greedy: models may be loaded in part, so that tokens leave below their threshold.
       gain: share by which another choice must be better, so that noise changes nothing.
       tokens: expected tokens of an answer, until some were measured.
-      budget: most bytes of a model and its requests.
+      budget: maximum bytes of a model and its requests.
     """
 
     candidates: int = 2
@@ -103,32 +103,32 @@ SEGMENTWISE = (
 class ModelProfile:
     """Measurements of a model, segment by segment.
 
-    Exit e reads the states behind segment e, the last one those behind all layers.
+    Exit e reads the states behind segment e, the last exit those behind all layers.
 
     Attributes:
-      seconds: [exits] seconds per token in a segment, with all requests that are served together.
-      prefill: [exits] of a prompt by itself.
-      load: [exits] to bring a segment to the device, compiled.
-      rebuild: [exits] of the keys and values of a token that the segment has not seen.
-      bytes: [exits] of its weights.
-      energy: [exits] of a token in its layers.
+      seconds: [exits] seconds per token in a segment, with all slots in use.
+      prefill: [exits] seconds of a single prompt.
+      load: [exits] seconds to bring a segment to the device, compiled.
+      rebuild: [exits] seconds to compute a token's keys and values in a segment added later.
+      bytes: [exits] bytes of the weights.
+      energy: [exits] energy of a token in the layers.
       heads: [exits] energy of a token in the head behind them.
-      sure: [exits] share of the tokens above the threshold of an exit that are the full model's.
-      unsure: [exits] share of those below the threshold.
-      agrees: [exits] share of all tokens, if all left by the exit; by default as `sure`.
+      sure: [exits] of the tokens above an exit's threshold, the share that equals the full model's.
+      unsure: [exits] of the tokens below the threshold, the share that does.
+      agrees: [exits] of all tokens, the share that would if all left by the exit; by default
+        `sure`.
       slots: by depth, requests that are served at a time, with which `seconds` were measured.
-      state: by depth, bytes of what is kept for them. Both are empty where memory does not matter.
-      shares: of tokens by the exit that they leave by, as far as is known before any request; none
-        where it is not.
+      state: by depth, bytes of their state. Both are empty if memory does not matter.
+      shares: shares of tokens by exit that are known before any request; empty if unknown.
       quality, perplexity: of answers, as (agreement, value) pairs over the share of tokens that
         agree with this model's own last exit, interpolated between pairs (`quality_at`,
         `perplexity_at`). The last pair is that of the whole model, at agreement 1.
-      ceiling: the quality of answers that deeper exits or another model cannot improve. It is 1
-        where one reference model judges each answer, and the whole model's quality where answers
-        are compared with that.
-      saved: of the seconds that exits would save if a token took nothing above its own exit, the
-        share that they do save: keys and values above are caught up once another token goes there.
-      spared: the same of the energy of layers.
+      ceiling: the quality that deeper exits or another model cannot improve. It is 1 if one
+        reference model judges each answer, and the whole model's quality if answers are compared
+        with those of the whole model.
+      saved: share of the seconds that exits could save that they do save. Some are lost because
+        keys and values above an exit are computed later, once another token goes there.
+      spared: the same share for the energy of layers.
     """
 
     seconds: tuple[float, ...]
@@ -156,7 +156,7 @@ class ModelProfile:
         for name, none in (("slots", (1,)), ("state", (0.0,)), ("heads", (0.0,))):
             object.__setattr__(self, name, tuple(getattr(self, name)) or none * n)
         object.__setattr__(self, "agrees", tuple(self.agrees) or tuple(self.sure))
-        for name in ("quality", "perplexity"):  # of JSON, pairs are lists
+        for name in ("quality", "perplexity"):  # pairs are lists in JSON
             object.__setattr__(self, name, tuple(map(tuple, getattr(self, name))))
         for name in ("saved", "spared", "ceiling"):
             value = getattr(self, name)
@@ -164,7 +164,7 @@ class ModelProfile:
         for name in SEGMENTWISE:
             values = getattr(self, name)
             good = len(values) == n and all(0 <= v < math.inf for v in values)
-            require(good, name, values, f"must be {n} finite numbers from 0 on")
+            require(good, name, values, f"must be {n} finite numbers of at least 0")
         allowed = f"must be none or {n} shares, 1 together"
         whole = len(self.shares) == n and math.isclose(sum(self.shares), 1, rel_tol=1e-6)
         require(not self.shares or whole, "shares", self.shares, allowed)
@@ -184,24 +184,24 @@ class ModelProfile:
         return len(self.seconds)
 
     def size(self, depth: int) -> float:
-        """Return the bytes of the first `depth` segments and of what requests keep in them."""
+        """Return the bytes of the first `depth` segments, including the state of requests."""
         return sum(self.bytes[:depth]) + self.state[depth - 1]
 
     def quality_at(self, agreement: float) -> float:
-        """Return the quality of answers in which a share `agreement` of tokens is the whole's.
+        """Return the quality of answers with a share `agreement` of the whole model's tokens.
 
-        Below the least agreement that was measured it falls in proportion.
+        Below the lowest measured agreement it falls in proportion.
         """
         points = dict([(0.0, 0.0), *self.quality])
         return float(np.interp(agreement, [*points], [*points.values()]))
 
     def perplexity_at(self, agreement: float) -> float:
-        """Return the perplexity of such answers; its logarithm is interpolated."""
+        """Return the perplexity of such answers, with its logarithm interpolated."""
         shares, values = zip(*self.perplexity, strict=True)
         return math.exp(float(np.interp(agreement, shares, np.log(values))))
 
     def agreement(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> float:
-        """Return the share of the whole model's tokens, counting a share `hope` of the others."""
+        """Return the share of tokens that agree with the whole model, plus `hope` of the others."""
         found = sum(s * a for s, a in zip(shares[:depth], self.sure, strict=False))
         found += breaches(shares, depth) * self.unsure[depth - 1]
         return found * (1 - hope) + hope
@@ -209,8 +209,9 @@ class ModelProfile:
     def serving(self, shares: Sequence[float], depth: int, hope: float = 0.0) -> Telemetry:
         """Return telemetry with the first `depth` exits loaded.
 
-        shares: of tokens that would leave by each exit if all were loaded; those above leave by the
-        last one that is. First tokens come as they do to a lone request. hope: as in `agreement`.
+        shares: shares of tokens that would leave by each exit if all were loaded; those above leave
+        by the last loaded exit. Times to first token are those of a lone request. hope: as in
+        `agreement`.
         """
         seconds = max(_spent(self.seconds, shares, depth, self.saved), 1e-12)
         agreement = self.agreement(shares, depth, hope)
@@ -227,12 +228,12 @@ class ModelProfile:
         )
 
     def worked(self, shares: Sequence[float], depth: int) -> float:
-        """Return the energy of a token, as `serving`."""
+        """Return the energy of a token; arguments as `serving`."""
         layers = _spent(self.energy, shares, depth, self.spared)
         return layers + _spent(self.heads, shares, depth)
 
     def benchmark(self) -> dict[int, Telemetry]:
-        """Return telemetry by depth, if all tokens leave by the last exit that is loaded."""
+        """Return telemetry by depth if all tokens leave by the last loaded exit."""
 
         def last(depth):
             return tuple(float(e == depth - 1) for e in range(self.exits))
@@ -244,7 +245,7 @@ class ModelProfile:
 def _spent(
     costs: Sequence[float], shares: Sequence[float], depth: int, spared: float = 1.0
 ) -> float:
-    """Return what a token takes in the segments that it runs, of which exits save a part."""
+    """Return the cost of a token in the segments that it runs, of which exits save a part."""
     most = sum(costs[:depth])
     least = sum(sum(shares[s:]) * costs[s] for s in range(depth))
     return most - spared * (most - least)
@@ -256,7 +257,7 @@ def breaches(shares: Sequence[float], depth: int) -> float:
 
 
 def apportioned(shares: Sequence[float], total: int) -> list[int]:
-    """Return whole numbers in proportion to shares, `total` together."""
+    """Return whole numbers in proportion to shares, with the sum `total`."""
     ends = np.rint(np.cumsum(shares) / sum(shares) * total).astype(int)
     return np.diff(ends, prepend=0).tolist()
 
@@ -279,8 +280,7 @@ class Decision(NamedTuple):
     """A decision of the controller.
 
     Attributes:
-      kind: "evaluate", "grow", "switch" and "tighten", or "serve" where the model is the first, or
-        stays.
+      kind: "evaluate", "grow", "switch" or "tighten"; "serve" if the model is the first, or stays.
       seconds: its cost, as known when it was taken.
       expected: expected telemetry.
     """
@@ -294,10 +294,10 @@ class Decision(NamedTuple):
 
 
 def stricter(threshold: float, level: int) -> float:
-    """Return a threshold half as far from 1 with every level.
+    """Return a threshold raised by levels, each of which halves its distance to 1.
 
-    With `STRICTEST` it is 1, at which no exit is taken.
+    At level `STRICTEST` it is 1, with which no exit is taken.
     """
     if level == 0:
-        return threshold  # and not what rounding makes of it
+        return threshold  # unchanged by rounding
     return 1.0 if level >= STRICTEST else 1.0 - (1.0 - threshold) * 0.5**level

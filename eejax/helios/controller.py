@@ -18,13 +18,13 @@ from eejax.helios.repository import Repository, StoredEvaluation
 class Controller:
     """Holder of the state from which `transitions` decide which model serves, up to which exit.
 
-    The server asks `choose` for every prompt, reports what became of it with `tokens` and
-    `answered`, and calls `loaded` when what is wanted is there. `wanted` is what should serve: the
-    server loads and frees accordingly, and until it has, prompts go where they went.
+    The server calls `choose` for every prompt, reports its outcome with `tokens` and `answered`,
+    and calls `loaded` when the wanted choice is loaded. `wanted` is the choice that should serve:
+    the server loads and frees models for it, and until then prompts go to the previous choice.
 
     Attributes:
-      state: now.
-      decisions: all so far.
+      state: current state.
+      decisions: all decisions so far.
       repository: keeps the evaluations.
     """
 
@@ -38,7 +38,7 @@ class Controller:
         known: Mapping[str, StoredEvaluation] | None = None,
         clock: Callable[[], float],
     ):
-        """Start with the evaluations `known` from before that still hold, by model."""
+        """Start with the earlier evaluations `known` that still hold, by model."""
         options = options or ControllerOptions()
         selection.check_models(profiles, options.budget)
         try:
@@ -62,11 +62,11 @@ class Controller:
         if outcome.evaluation is not None:
             try:
                 self.repository.add(outcome.evaluation)
-            except DataError as error:  # which model serves does not depend on it
+            except DataError as error:  # the choice of the model does not depend on it
                 warnings.warn(f"an evaluation is not kept: {error}", stacklevel=4)
 
     def apply(self, event: Callable[..., Transition], *details: Any) -> Transition:
-        """Apply an event of `transitions` to the state, and keep what comes of it."""
+        """Apply an event of `transitions` to the state, and keep its decision and evaluation."""
         outcome = event(self.state, self._clock(), *details)
         self._keep(outcome)
         return outcome
@@ -81,7 +81,7 @@ class Controller:
 
     @property
     def current(self) -> ModelDepth | None:
-        """Model and depth that serve; None before any do."""
+        """Model and depth that serve; None at first."""
         return self.state.current
 
     @property
@@ -99,7 +99,7 @@ class Controller:
         return self.state.below / self.state.emitted if self.state.emitted else 0.0
 
     def change_rules(self, **changes: Any) -> None:
-        """Follow other rules from now on: fields of `ControllerRules`."""
+        """Change fields of `ControllerRules` from now on."""
         self.apply(transitions.rules_changed, self.state.rules.replaced(**changes))
 
     def level(self, model: str, evaluated: bool = False) -> int:
@@ -111,7 +111,7 @@ class Controller:
         return prospects.best_loaded(self.state, weights)
 
     def holds(self, depths: Mapping[str, int], num_cached_tokens: int) -> None:
-        """Note exits by model and tokens on the device."""
+        """Record the loaded exits by model, and the number of tokens on the device."""
         self.apply(transitions.device_reported, depths, num_cached_tokens)
 
     def choose(self) -> Assignment:
@@ -121,7 +121,7 @@ class Controller:
         return assignment
 
     def loaded(self, choice: ModelDepth) -> None:
-        """Record that what was wanted is loaded, and serves from now on."""
+        """Record that the wanted choice is loaded and serves from now on."""
         self.apply(transitions.model_loaded, choice)
 
     def limit_depth(self, choice: ModelDepth) -> None:

@@ -27,9 +27,9 @@ class ControllerRules(FrozenMappings):
     """Settings that decisions follow.
 
     Attributes:
-      profiles: of the models.
-      ranking: models by their benchmarks, best first; None where that is not known, and all models
-        are candidates.
+      profiles: profiles by model.
+      ranking: models by their benchmarks, best first; None if unknown, and all models are
+        candidates.
       counted: source of energy: "nvml" or "rapl" for joules, or "operations".
     """
 
@@ -41,7 +41,7 @@ class ControllerRules(FrozenMappings):
 
     @property
     def allowed(self) -> float:
-        """Share of tokens that may differ from the whole model's."""
+        """Maximum share of tokens that may differ from the whole model's."""
         return 1.0 - self.objective.limits.get("accuracy", 0.0)
 
 
@@ -50,26 +50,26 @@ class ControllerState(FrozenMappings):
     """Everything that the decisions of a controller depend on.
 
     Attributes:
-      expected: what is known of the models.
+      expected: expected performance of the models.
       window: tokens in which breaches are counted.
       num_cached_tokens: tokens of the requests on the device; those of one prompt until reported.
       depths: loaded exits by model, as reported last.
-      current: what serves; None before anything does.
-      wanted: what is to serve once it is loaded.
-      serving: the model that was decided for last, but to evaluate it.
+      current: the choice that serves; None at first.
+      wanted: the choice that is to serve once it is loaded.
+      serving: the model of the last decision other than to evaluate a model.
       since: time in seconds at which `current` was loaded.
-      plan: evaluations, the first of which is under way.
+      plan: evaluations, of which the first is running.
       interval: prompts between two reassessments, once it was needed after a change.
       prompts, errors: prompts, and answers that ended in errors, since the last decision or change.
       ages: by model, reassessments since its last evaluation; infinite once texts changed.
-      strictness: by model, as audits ask for it.
+      strictness: by model, as audits require it.
       without_exits: models whose exits a limit forbids.
       failing: models that were given up.
-      bounds: by model, of its audits since the last assessment.
-      compared: models that were compared with better ones since then, as audits asked for it.
+      bounds: by model, the bound from its audits since the last assessment.
+      compared: models that audits led to compare with better ones since then.
       breaches: by choice, how often it was breached since it served for a whole interval.
-      lasted: what served for the whole of the last interval.
-      below, emitted: tokens below their threshold, and all tokens.
+      lasted: the choice that served for the whole last interval.
+      below, emitted: number of tokens below their threshold, and of all tokens.
     """
 
     rules: ControllerRules
@@ -98,7 +98,7 @@ class ControllerState(FrozenMappings):
 
     @classmethod
     def first(cls, rules: ControllerRules) -> ControllerState:
-        """Make the state before anything is known or wanted."""
+        """Return the initial state."""
         options = rules.options
         return cls(
             rules,
@@ -111,7 +111,7 @@ class ControllerState(FrozenMappings):
 
     @property
     def shares(self) -> Mapping[str, tuple[float, ...]]:
-        """Shares of tokens by the exit that they would leave by if all were loaded, by model."""
+        """Shares of tokens by exit if all exits were loaded, by model."""
         return self.expected.shares
 
     def require_wanted(self) -> ModelDepth:
@@ -120,13 +120,13 @@ class ControllerState(FrozenMappings):
         return self.wanted
 
     def serves(self, model: str) -> bool:
-        """Return whether a model serves and neither a change nor an evaluation is under way."""
+        """Return whether a model serves and neither a change nor an evaluation is running."""
         if self.current is None or self.wanted != self.current or self.plan:
             return False
         return self.current.model == model
 
     def with_first(self, evaluation: RunningEvaluation) -> ControllerState:
-        """Return the state with another evaluation in place of the one under way."""
+        """Return the state with another evaluation in place of the running one."""
         return self.replaced(plan=(evaluation, *self.plan[1:]))
 
 
@@ -134,11 +134,11 @@ class Transition(NamedTuple):
     """Result of an event.
 
     Attributes:
-      state: after it.
-      decision: that was made.
-      assignment: of a prompt that arrived.
-      evaluation: that is finished and is to be stored.
-      warning: that is to be given.
+      state: the next state.
+      decision: the decision, if one was made.
+      assignment: where a prompt goes, if one arrived.
+      evaluation: a finished evaluation that is to be stored.
+      warning: a warning to give, or "".
     """
 
     state: ControllerState

@@ -1,6 +1,6 @@
-"""Decisions of the controller: what it evaluates and serves, and when it takes another choice.
+"""Decisions of the controller: what to evaluate, what to serve, and when to change.
 
-HELIOS (Kumar et al., 2025), section 3. The model that serves is evaluated as it is. Others are
+HELIOS (Kumar et al., 2025), section 3. The model that serves is evaluated at its depth. Others are
 evaluated whole, one after the other, and only if they may be better (`prospects.may_be_better`).
 
 Functions are pure. Each takes the time in seconds and returns a `Transition`.
@@ -24,7 +24,7 @@ def begin(
 ) -> list[Transition]:
     """Serve the best of the candidates, by their earlier evaluations or else by their profiles.
 
-    Candidates of which neither says where tokens leave are evaluated first. known: by model,
+    Candidates for which neither says where tokens leave are evaluated first. known: by model,
     earlier evaluations that still hold.
     """
     state, names = prospects.candidates(ControllerState.first(rules))
@@ -33,7 +33,7 @@ def begin(
         if name in known:
             state = state.replaced(expected=expected.learn(profile, known[name]))
         elif profile.shares:
-            # As if it were assessed once since.
+            # As if one assessment had passed since.
             expected = expected.with_shares(name, profile.shares)
             state = state.replaced(expected=expected, ages={**state.ages, name: 1})
     new, why = [name for name in names if name not in known], "the server begins"
@@ -57,13 +57,13 @@ def want(
     seconds: float = 0.0,
     expected: Telemetry | None = None,
 ) -> Transition:
-    """Decide for a choice. The arguments are those of the `Decision`."""
+    """Make a choice the wanted one. The arguments are those of the `Decision`."""
     if kind == "serve" and state.serving not in (None, choice.model):
         kind = "switch"
     if kind != "evaluate":
         known = choice.model in state.shares
         off = known and prospects.expected_of(state, choice)[1]
-        # Nothing changes for another model that continues until this one is loaded.
+        # A model that serves until this one is loaded keeps its exits.
         without = state.without_exits - {choice.model} | ({choice.model} if off else set())
         state = state.replaced(without_exits=without, serving=choice.model)
     state = state.replaced(wanted=choice, window=breach_window.clear(state.window))
@@ -76,7 +76,7 @@ def evaluate(
 ) -> Transition:
     """Evaluate models one after the other, by default the candidates.
 
-    The one that serves is evaluated as it is, others whole.
+    The one that serves is evaluated at its depth, others whole.
     """
     if not names:
         state, names = prospects.candidates(state)
@@ -108,12 +108,12 @@ def serve(
 def assess(state: ControllerState, time: float) -> Transition:
     """Reassess after an interval."""
     current, expected = state.current, state.expected
-    assert current is not None  # or no interval would have passed
+    assert current is not None  # an interval has passed
     late = prospects.expected_of(state, current)[0].ttft_p99
     limit = state.rules.objective.limits.get("ttft_p99", math.inf)
     state = state.replaced(
         expected=expected.replaced(lateness=expected.lateness.forget(current, late > limit)),
-        # It was not breached for all of the interval.
+        # It was not breached during the whole interval.
         breaches={choice: n for choice, n in state.breaches.items() if choice != current},
         lasted=current,
         compared=frozenset(),
@@ -124,24 +124,24 @@ def assess(state: ControllerState, time: float) -> Transition:
     return evaluate(state, time, f"{prospects.interval(state)} prompts were served")
 
 
-def breach(state: ControllerState, time: float, seen: float) -> Transition:
+def breach(state: ControllerState, time: float, share: float) -> Transition:
     """Load more layers, or another model, whichever is better with its cost.
 
-    seen: share of tokens below their threshold.
+    share: share of tokens below their threshold.
     """
     state = state.replaced(window=breach_window.clear(state.window))
     current = state.current
-    assert current is not None  # a breach is one of a model that serves
+    assert current is not None  # only a model that serves is breached
     exits = state.rules.profiles[current.model].exits
-    if current.depth == exits:  # nothing is below its threshold but at the end
+    if current.depth == exits:  # tokens leave below their threshold only at a last loaded exit
         return Transition(state)
-    # After a whole interval texts are other ones now: all models may have become better.
+    # After a whole interval a breach means that texts changed: all models may be better now.
     ages = dict.fromkeys(state.ages, math.inf) if state.lasted == current else state.ages
     state = state.replaced(
         breaches={**state.breaches, current: state.breaches.get(current, 0) + 1},
         ages=ages,
         lasted=None,
-        expected=state.expected.breached(current.model, current.depth, seen),
+        expected=state.expected.breached(current.model, current.depth, share),
         prompts=0,
     )
     state = prospects.fix_interval(state)
@@ -167,7 +167,7 @@ def give_up(state: ControllerState, time: float, model: str, why: str) -> Transi
         current=None if current is not None and current.model == model else current,
         expected=state.expected.without(model),
         serving=None if state.serving == model else state.serving,
-        plan=tuple(seen for seen in state.plan if seen.model != model),
+        plan=tuple(running for running in state.plan if running.model != model),
     )
     if state.require_wanted().model != model:
         return Transition(state, warning=warning)
@@ -182,11 +182,11 @@ def give_up(state: ControllerState, time: float, model: str, why: str) -> Transi
 
 
 def finish_evaluation(state: ControllerState, time: float) -> Transition:
-    """Learn from the evaluation that is under way, and begin the next one or serve the best."""
-    seen, *rest = state.plan
-    model, profile = seen.model, state.rules.profiles[seen.model]
+    """Learn from the running evaluation, and begin the next one or serve the best model."""
+    running, *rest = state.plan
+    model, profile = running.model, state.rules.profiles[running.model]
     strict = prospects.level(state, model, evaluated=True)
-    row = evaluations.history_row(seen, profile, state.expected, state.rules.counted, strict)
+    row = evaluations.history_row(running, profile, state.expected, state.rules.counted, strict)
     expected, ages = state.expected.learn(profile, row), {**state.ages, model: 0}
     state = state.replaced(expected=expected, ages=ages, plan=())
     known = [n.model for n in rest if n.model != state.serving and n.model in state.shares]

@@ -12,13 +12,13 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 
-FEWEST = 4  # answers that may differ from those before
+MIN_ANSWERS = 4  # smallest number of answers that may differ from those before
 
 
 def perplexity_of(nats: float, tokens: int) -> float:
-    """Return the perplexity of so many tokens with a sum `nats` of negative log-probabilities.
+    """Return the perplexity of tokens whose negative log-probabilities have the sum `nats`.
 
-    NaN for none. The exponent is at most 700, so that it is finite.
+    It is NaN without tokens. The exponent is at most 700, so that the result is finite.
     """
     return math.exp(min(float(nats) / tokens, 700.0)) if tokens else math.nan
 
@@ -28,7 +28,7 @@ class AnswerAudit(NamedTuple):
 
     Attributes:
       same: [n] bool, whether the judge would have chosen the token, given the text before it.
-      logprob: [n] its natural log-probability under the judge.
+      logprob: [n] natural log-probability of the token under the judge.
     """
 
     same: np.ndarray
@@ -46,12 +46,12 @@ class DisagreementBound:
     Each answer counts as one, by its shortfall: 1 minus its quality.
 
     Attributes:
-      window: answers that are kept at most.
-      confidence: of each of the bounds.
-      shortfalls: of the last answers, those since their mean was seen to change.
-      logprobs: of each of them, the sum over its tokens, and their number.
-      low, high: bounds on the mean shortfall of answers like these, at any time as long as the
-        window does not slide; once it slides, at any one time.
+      window: maximum number of answers.
+      confidence: confidence of each bound.
+      shortfalls: of the last answers, since a change of their mean was detected.
+      logprobs: for each of them, the sum over its tokens, and their number.
+      low, high: bounds on the mean shortfall of answers like these. They hold at all times together
+        until the window slides, and then at any single time.
     """
 
     window: int = 400
@@ -67,7 +67,7 @@ class DisagreementBound:
         require(0 < self.confidence < 1, "confidence", self.confidence, allowed)
 
     def with_answer(self, verdict: AnswerAudit, quality: float | None = None) -> DisagreementBound:
-        """Return the statistics with another answer; one of no tokens changes nothing.
+        """Return the statistics with another answer; an answer without tokens changes nothing.
 
         quality: in [0, 1]; by default the share of its tokens that the judge would have chosen.
         """
@@ -82,7 +82,7 @@ class DisagreementBound:
         logprobs = (*self.logprobs, (float(np.sum(verdict.logprob)), tokens))[-last:]
         share = float(np.mean(shortfalls))
         low = 1.0 - upper_bound([1.0 - shortfall for shortfall in shortfalls], delta)
-        # Whatever is on its way to change, what was seen lies between them.
+        # Bounds are widened to include the observed mean.
         return dataclasses.replace(
             self,
             shortfalls=shortfalls,
@@ -97,7 +97,7 @@ class DisagreementBound:
 
     @property
     def share(self) -> float:
-        """Mean shortfall of the answers; 0 of none."""
+        """Mean shortfall of the answers; 0 without answers."""
         return float(np.mean(self.shortfalls)) if self.shortfalls else 0.0
 
     def had_been(self, share: float) -> float:
@@ -110,22 +110,23 @@ class DisagreementBound:
 
     @property
     def perplexity(self) -> float:
-        """Perplexity of the answers under the judge; NaN of none."""
+        """Perplexity of the answers under the judge; NaN without answers."""
         tokens = sum(n for _, n in self.logprobs)
         return perplexity_of(-sum(p for p, _ in self.logprobs), tokens)
 
 
 def since_change(values: Sequence[float], delta: float) -> int:
-    """Return how many of the last values in [0, 1] have one mean, as far as can be seen.
+    """Return how many of the last values in [0, 1] have one mean, as far as the data show.
 
-    These are all of them, or the last 4, 8, 16 and so on, the first of which differ from all before
-    by more than chance makes them but for a share `delta` of all sequences.
+    The result is the smallest of 4, 8, 16 and so on such that the last values differ from all
+    earlier ones by more than chance explains, except in a share `delta` of all sequences; without
+    a difference it is the number of all values.
 
     Bifet and Gavalda, "Learning from time-changing data with adaptive windowing" (2007), section
     3.2.
     """
-    x, last = np.asarray(values, np.float64), FEWEST
-    while last <= len(x) - FEWEST:
+    x, last = np.asarray(values, np.float64), MIN_ANSWERS
+    while last <= len(x) - MIN_ANSWERS:
         sizes = np.array([len(x) - last, last])
         m, odds = 1 / (1 / sizes).sum(), math.log(2 * len(x) / delta)
         chance = math.sqrt(2 / m * x.var() * odds) + 2 / (3 * m) * odds
@@ -136,14 +137,14 @@ def since_change(values: Sequence[float], delta: float) -> int:
 
 
 def upper_bound(values: Sequence[float], delta: float, grid: int = 1000) -> float:
-    """Return an upper bound on the mean of what `values` in [0, 1] are drawn from; 1 of none.
+    """Return an upper bound on the mean that `values` in [0, 1] are drawn with; 1 without values.
 
-    It holds but for a share `delta` of all sequences, however often it is asked as they come.
+    It holds at all times together, except for a share `delta` of all sequences.
 
-    By betting against each mean (Waudby-Smith and Ramdas, "Estimating means of bounded random
+    The bound bets against each mean (Waudby-Smith and Ramdas, "Estimating means of bounded random
     variables by betting", 2024, section 4.2): a capital of product(1 + bet (mean - value)), with
-    bets that know the values before alone, passes 1 / delta with a probability of at most delta if
-    it is the mean, or less than that.
+    bets that depend on earlier values only, exceeds 1 / delta with a probability of at most delta
+    if the true mean is that mean or less.
     """
     x = np.asarray(values, np.float64)
     if not x.size:
@@ -152,13 +153,13 @@ def upper_bound(values: Sequence[float], delta: float, grid: int = 1000) -> floa
     t = np.arange(1, len(x) + 1)
     mean = (0.5 + np.cumsum(x)) / (t + 1)
     spread = (0.25 + np.cumsum((x - mean) ** 2)) / (t + 1)
-    known = np.append(0.25, spread[:-1])  # before each
+    known = np.append(0.25, spread[:-1])  # spread before each value
     bets = np.sqrt(2 * math.log(1 / delta) / (known * t * np.log(1 + t)))
 
     def possible(i: int) -> bool:
-        """Return whether i / grid may be the mean: the less so the greater it is."""
+        """Return whether i / grid may be the mean, which is false from some i on."""
         mean = i / grid
-        stakes = np.minimum(bets, 0.75 / (1 - mean))  # no value takes more than three quarters
+        stakes = np.minimum(bets, 0.75 / (1 - mean))  # no value loses more than 3/4 of the capital
         capital = np.cumsum(np.log1p(stakes * (mean - x)))
         return bool(capital.max() < math.log(1 / delta))
 

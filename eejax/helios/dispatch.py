@@ -1,7 +1,7 @@
 """Dispatch of requests to models and of models to the device, without a device.
 
-A pool carries it out: `FleetPool` with models, the simulator with recorded ones. Both get their
-orders here, so that what is simulated is what serves.
+A pool carries it out: `FleetPool` with models, the simulator with recorded ones. Both are directed
+from here, so that a simulation makes the decisions of a server.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from eejax.helios.objectives import NAMED, Telemetry
 from eejax.helios.timeline import AnswerTimeline, TimelinePoint, marks
 from eejax.helios.verifier import ReferenceJudge
 
-KEPT = 2000  # prompts of the timeline
-BEHIND = 32  # answers that may wait to be looked at again
-AUDITS = 0.05  # share of the time that audits may take beside those of evaluations
-REPORTED = 0.01  # the same where no decision reads them
+TIMELINE_LENGTH = 2000  # answers that the timeline keeps
+MAX_WAITING_AUDITS = 32  # answers that may wait for an audit
+AUDIT_SHARE = 0.05  # share of the time that audits may take, beside those of evaluations
+REPORT_AUDIT_SHARE = 0.01  # the same if no decision reads them
 
 
 class Dispatcher(Generic[Pending]):
     """Queue of requests, and the models that serve them.
 
-    `reconcile` makes what is loaded what the controller wants, `assign` gives requests to models,
-    `finish` and `audit_next` report what became of them.
+    `reconcile` loads and frees models as the controller wants, `assign` gives requests to models,
+    and `finish` and `audit_next` report their outcome.
 
     Attributes:
       queue: waiting requests, in order.
       loading: the model that is being loaded.
-      aborted: requests that were aborted and whose model was freed before it ended them.
-      taken_along: requests that had to continue in another model, so far.
+      aborted: aborted requests whose model was freed before it ended them.
+      moved: number of requests that had to continue in another model.
       to_audit: answers that wait for an audit.
-      audits: what audits found, by model, depth and level of its thresholds.
-      performance: of answers.
+      audits: results of audits by model, depth and level of its thresholds.
+      performance: timeline of answers.
     """
 
     def __init__(
@@ -64,24 +64,24 @@ class Dispatcher(Generic[Pending]):
         """Start with nothing loaded.
 
         Args:
-          profiles: of the models.
-          share: of the answers that are audited.
-          reference: the model that judges all answers; None: each model judges its own.
+          profiles: profiles by model.
+          share: share of the answers that are audited.
+          reference: the model that judges all answers; None if each model judges its own.
         """
         self.controller, self.pool = controller, pool
         self.queue: list[Any] = []
         self.loading: Pending | None = None
         self.aborted: list[Any] = []
-        self.taken_along = 0
+        self.moved = 0
         self.to_audit: list[Any] = []
         self.audits: dict[tuple[str, int, int], DisagreementBound] = {}
-        self.performance, self._marked = AnswerTimeline(KEPT), 0
+        self.performance, self._marked = AnswerTimeline(TIMELINE_LENGTH), 0
         self._profiles, self._clock, self._reference = profiles, clock, reference
-        self._placed: list[Any] = []  # requests that models have
-        self._next: Assignment | None = None  # where the first of the queue goes
-        self._too_deep: dict[str, int] = {}  # depths at which there was no room for a model
+        self._placed: list[Any] = []  # requests that run in models
+        self._next: Assignment | None = None  # where the first request of the queue goes
+        self._too_deep: dict[str, int] = {}  # by model, a depth for which there was no room
         self._sampled, self._share = np.random.default_rng(seed), share
-        self._audited, self._since = 0.0, clock()  # seconds of audits, and from when on
+        self._audited, self._since = 0.0, clock()  # seconds of audits, and when counting began
 
     def wait(self, job: FleetRequest) -> None:
         bisect.insort(self.queue, job, key=lambda job: job.order)
@@ -90,12 +90,12 @@ class Dispatcher(Generic[Pending]):
         """Load, grow, shrink and free models towards what the controller wants."""
         wanted = self.controller.wanted
         if self.loading is not None and self.loading.choice.model != wanted.model:
-            self._await(self.loading)  # it has its place, and is freed again if that is needed
+            self._await(self.loading)  # its memory is in use; it may be freed again below
         if wanted.model not in self.pool.parts:
             if self.loading is None:
                 self._make_room(wanted)
                 self.loading = self.pool.load(wanted)
-            # Others go on meanwhile, and whoever comes is served by what was there.
+            # Other models go on meanwhile, and new requests go to the current one.
             current = self.controller.current
             nobody = current is None or current.model not in self.pool.parts
             idle = nobody and all(part.idle for part in self.pool.parts.values())
@@ -123,14 +123,14 @@ class Dispatcher(Generic[Pending]):
         self.loading, model = None, loading.choice.model
         try:
             self.pool.add(loading)
-        except (RuntimeError, MemoryError) as error:  # there may be no room, whatever was counted
+        except (RuntimeError, MemoryError) as error:  # the device may have less room than counted
             if not self.controller.gives_up(model, f"it cannot be loaded ({error})"):
                 raise
 
     def cannot_grow(self, wanted: ModelDepth, why: str) -> None:
-        """Handle that there was no room for as much of a model, whatever was counted.
+        """Handle that there was less room for a model than was counted.
 
-        If there is no other model it serves as it is, and no more is asked for until it was freed.
+        If there is no other model, it serves at its depth, and it is not grown until it was freed.
         """
         model, depth = wanted.model, self.pool.parts[wanted.model].depth
         self._too_deep[model] = min(wanted.depth, self._too_deep.get(model, wanted.depth))
@@ -139,10 +139,10 @@ class Dispatcher(Generic[Pending]):
             warnings.warn(message, stacklevel=2)
 
     def _make_room(self, wanted: ModelDepth) -> None:
-        """Free models until the budget holds what is wanted.
+        """Free models until the budget holds the wanted choice.
 
-        Idle models go first and the one that serves last; its requests continue elsewhere with
-        their text.
+        Idle models go first and the one that serves last; its requests continue in another model
+        with their text.
         """
         profiles, budget = self._profiles, self.controller.options.budget
         serving = self.controller.current
@@ -168,7 +168,7 @@ class Dispatcher(Generic[Pending]):
             if job.aborted:
                 self.aborted.append(job)
             else:
-                self.taken_along += 1
+                self.moved += 1
                 self.wait(job)
         if self._next is not None and self._next.choice.model == name:
             if self._next.evaluated:
@@ -178,7 +178,7 @@ class Dispatcher(Generic[Pending]):
         self.pool.free(name)
 
     def requests_of(self, model: str) -> list[Any]:
-        """Return the requests that a model has."""
+        """Return the requests that run in a model."""
         return [job for job in self._placed if job.model == model]
 
     def assign(self) -> None:
@@ -208,13 +208,13 @@ class Dispatcher(Generic[Pending]):
             if self._next is None:
                 self._next = self.controller.choose()
             if self._next.evaluated and job.moved and fresh:
-                continue  # it says nothing of the model: it began in another one
+                continue  # it began in another model, so it is no evaluation of this one
             if self.pool.parts[self._next.choice.model].room:
                 given, self._next = self._next, None
                 fresh -= not job.moved
                 self._place(job, given)
             else:
-                full = True  # who came later does not overtake
+                full = True  # later requests do not overtake
 
     def _place(self, job: FleetRequest, given: Assignment) -> None:
         self.queue.remove(job)
@@ -225,11 +225,11 @@ class Dispatcher(Generic[Pending]):
         self.pool.start(job)
 
     def _strictness(self, model: str, evaluated: bool = False) -> tuple[int, int]:
-        """Return what audits of an answer depend on: the depth and the level of thresholds."""
+        """Return the depth and the level of thresholds, which audits of an answer depend on."""
         return self.pool.parts[model].depth, self.controller.level(model, evaluated)
 
     def depth_changed(self, model: str) -> None:
-        """Mark running answers as those of no one depth."""
+        """Mark running answers as produced at more than one depth."""
         for job in self.requests_of(model):
             job.strictness = 0, job.strictness[1]
 
@@ -253,12 +253,12 @@ class Dispatcher(Generic[Pending]):
         """Record that a request finished.
 
         Args:
-          whole: it has tokens and did not end in an error; an answer that moved between models does
-            not count as whole.
-          judged: the whole model can judge it.
-          failed: it ended in an error.
-          perplexity: of its tokens under the model that gave them, as they left; None where their
-            probabilities are not known.
+          whole: whether it has tokens and did not end in an error; an answer that moved between
+            models does not count as whole.
+          judged: whether the whole model can judge it.
+          failed: whether it ended in an error.
+          perplexity: perplexity of its tokens under the model and exits that emitted them; None if
+            their probabilities are not known.
         """
         self._placed.remove(job)
         if job.exits and job.heard is not None:
@@ -292,19 +292,21 @@ class Dispatcher(Generic[Pending]):
     def _may_audit(self) -> bool:
         """Return whether few answers wait for an audit, and audits took little time so far."""
         objective = self.controller.objective
-        share = AUDITS if objective is not None and objective.reads_quality else REPORTED
+        share = (
+            AUDIT_SHARE if objective is not None and objective.reads_quality else REPORT_AUDIT_SHARE
+        )
         spent = self._audited <= share * (self._clock() - self._since)
-        return len(self.to_audit) < BEHIND and spent
+        return len(self.to_audit) < MAX_WAITING_AUDITS and spent
 
     def _telemetry(self, job: FleetRequest, costs: AnswerCosts) -> Telemetry:
         """Return the telemetry of an answer that just finished.
 
-        Agreement with the whole model and energy are the profile's where they were not measured.
+        Agreement with the whole model and energy are the profile's if they were not measured.
         """
         part, profile = self.pool.parts[job.model], self._profiles[job.model]
         count, now = len(job.exits), self._clock()
         seconds = max(now - job.began, 1e-9)
-        assert job.first is not None  # a whole answer has tokens of the model that has it
+        assert job.first is not None  # a whole answer has tokens from its model
         each = (now - job.first) / max(count - 1, 1)
         agreement, energy = costs.agreement, costs.energy
         if agreement is None:
@@ -336,24 +338,24 @@ class Dispatcher(Generic[Pending]):
         return profile.quality_at(agreement), profile.perplexity_at(agreement)
 
     def audit(self, choice: ModelDepth) -> DisagreementBound:
-        """Return what audits found of a model's answers at a depth, with its present thresholds."""
+        """Return the audits of a model's answers at a depth, with its present thresholds."""
         key = (choice.model, choice.depth, self.controller.level(choice.model))
         return self.audits.get(key, DisagreementBound())
 
     def audit_next(self) -> None:
-        """Audit an answer, if one waits for it."""
+        """Audit the next waiting answer, if there is one."""
         if not self.to_audit:
             return
         job = self.to_audit.pop(0)
         model = job.model
-        if model not in self.pool.parts:  # it had to go
+        if model not in self.pool.parts:  # it was freed meanwhile
             if job.evaluated:
                 self.controller.dropped(model)
             return
         begin = self._clock()
         try:
             verdict = self.pool.judge(job)
-        except (RuntimeError, MemoryError) as error:  # there may be no room for it
+        except (RuntimeError, MemoryError) as error:  # the device may have no room for it
             warnings.warn(f"an answer of {model!r} is not looked at again: {error}", stacklevel=2)
             if job.evaluated:
                 self.controller.answered(model, job.telemetry, job.exits)
@@ -370,5 +372,5 @@ class Dispatcher(Generic[Pending]):
         known = len(self.controller.decisions)
         self.controller.audited(model, audit)
         if len(self.controller.decisions) > known:
-            # Should this depth and these thresholds be tried again, it is for what comes then.
+            # If this depth and these thresholds are tried again, only new answers count.
             del self.audits[model, *job.strictness]

@@ -28,11 +28,11 @@ POWERCAP = pathlib.Path("/sys/class/powercap")
 class EnergyMeter(Protocol):
     """A counter of energy.
 
-    It counts all that the device or the processor does, not this process alone.
+    It counts all work of the device or the processor, not this process alone.
 
     Attributes:
       name: "nvml" or "rapl".
-      read: returns joules since some moment, never less than before.
+      read: returns joules since a fixed moment; they never decrease.
     """
 
     name: str
@@ -45,8 +45,8 @@ def meter(
 ) -> EnergyMeter | None:
     """Return the meter of JAX devices, by default the first, on which engines without a mesh run.
 
-    Returns None where nothing counts their energy, or this process may not read it. A GPU's host is
-    not measured in its place. GPUs need the package nvidia-ml-py; processors are read from Linux's
+    The result is None if nothing counts their energy, or this process may not read it. A GPU's host
+    is not measured instead. GPUs need the package nvidia-ml-py; processors are read from Linux's
     `root`, which only the user root may read by default.
     """
     devices = jax.local_devices()[:1] if devices is None else devices
@@ -79,7 +79,7 @@ def _nvml(numbers: Sequence[int]) -> NvmlMeter | None:
         pynvml.nvmlInit()
         found = NvmlMeter(pynvml, [_handle(pynvml, number) for number in numbers])
         found.read()  # older GPUs, and parts of one, do not count
-    except (pynvml.NVMLError, IndexError):  # the latter: the variable was changed meanwhile
+    except (pynvml.NVMLError, IndexError):  # IndexError if the variable was changed meanwhile
         return None
     return found
 
@@ -87,8 +87,8 @@ def _nvml(numbers: Sequence[int]) -> NvmlMeter | None:
 def _handle(pynvml, number: int):
     """Return NVML's handle of a GPU.
 
-    NVML knows nothing of CUDA_VISIBLE_DEVICES. Unlike GPUs count as CUDA_DEVICE_ORDER=PCI_BUS_ID
-    has them, which is NVML's order; like ones are in that order anyway.
+    NVML ignores CUDA_VISIBLE_DEVICES. GPUs of different kinds are numbered as with
+    CUDA_DEVICE_ORDER=PCI_BUS_ID, which is NVML's order; equal ones are in that order anyway.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     name = visible.split(",")[number].strip() if visible else str(number)
@@ -115,7 +115,7 @@ class RaplMeter:
         return [_microjoules(p / "energy_uj") for p in self._packages]
 
     def read(self) -> float:
-        """Return joules since some moment. Raises OSError where a counter is gone."""
+        """Return joules since a fixed moment. Raises OSError if a counter is gone."""
         now = self._now()
         for a, b, most in zip(self._last, now, self._ranges, strict=True):
             self._total += b - a if b >= a else b - a + most
@@ -134,7 +134,7 @@ def _rapl(root: pathlib.Path) -> RaplMeter | None:
         domains = [p for p in sorted(root.glob("intel-rapl:*")) if p.name.count(":") == 1]
 
         def named(p):
-            return (p / "name").read_text().startswith("package")  # "psys" holds them all
+            return (p / "name").read_text().startswith("package")  # "psys" includes all of them
 
         packages = [p for p in domains if named(p)]
         return RaplMeter(packages) if packages else None
@@ -155,22 +155,30 @@ class ComputeWork(NamedTuple):
 
 
 @cache  # it traces the model's parameters
-def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 0.0) -> ComputeWork:
-    """Return the work of one token that leaves by an exit (the last number: the final one).
+def token_work(
+    config: ModelConfig, exit: int, *, batch: int = 1, cached: float = 0.0
+) -> ComputeWork:
+    """Return the work of one token that leaves by an exit (the last number is the final exit).
 
-    Counts its layers, the heads of that exit and of all that it passes, as gates on logits read
-    them, and the other parameters of these exits, but not routers. Products with weights are those
-    of `train.flops.model_flops_per_token`, forward alone. `batch` tokens share what is read of
-    weights; `seen` positions of keys and values are read, and multiplied with, for each. Layers
-    that run later for its keys and values, when another token of its text goes deeper, are not
-    counted. Raises ConfigError for an unknown exit, a batch below 1, or a negative number of
-    positions.
+    It counts the token's layers, the heads of that exit and of all exits below, which gates on
+    logits read, and the other parameters of these exits, but not routers. Products with weights are
+    those of `train.flops.model_flops_per_token`, forward only. Layers that run later for its keys
+    and values, when another token of its text goes deeper, are not counted.
+
+    Args:
+      config: the model's.
+      exit: number of the exit.
+      batch: tokens that share one read of the weights.
+      cached: positions of keys and values that are read, and multiplied with, for each token.
+
+    Raises:
+      ConfigError: for an unknown exit, a batch below 1, or a negative number of positions.
     """
     require_count("exit", exit, least=0)
     most = config.n_exits
     require(exit <= most, "exit", exit, f"must be in 0..{most}, the exits of this model")
     require_count("batch", batch)
-    require(seen >= 0, "seen", seen, "must be a number of positions from 0 on")
+    require(cached >= 0, "cached", cached, "must be a number of positions of at least 0")
     declared = params.abstract(config)
     factors = params.map_params(lambda p: math.prod(p.shape) if p.decay else 0, declared)
     cast = partial(params.for_compute, dtype=config.dtype)
@@ -195,7 +203,7 @@ def token_work(config: ModelConfig, exit: int, *, batch: int = 1, seen: float = 
     weights = heads + each(factors, lambda tree: sum(jax.tree.leaves(tree)))
     windows = [config.window(i) for i in range(config.exit_boundaries[exit])]
     windows += [config.exit_window(i) for i, e in enumerate(config.exits[: exit + 1]) if e.block]
-    looked = sum(seen if w is None else min(seen, w) for w in windows)
+    looked = sum(cached if w is None else min(cached, w) for w in windows)
     cache = 2 * config.n_kv_heads * config.head_dim * itemsize * looked
     return ComputeWork(
         2.0 * weights + 4.0 * config.n_heads * config.head_dim * looked,
@@ -213,12 +221,13 @@ def layer_flops(config: ModelConfig) -> tuple[float, ...]:
 
 
 def segment_rows(exits: Sequence[int], segments: int, cap: int) -> list[int]:
-    """Return [segments], how many rows of a text run each segment, at the time or later.
+    """Return [segments], how many rows of a text run each segment, at once or later.
 
-    exits: by which its tokens behind the first left. A token that goes deeper takes along all that
-    wait, and once `cap` wait all of them go (KV recomputation, Bae et al. 2023). So each runs
-    through a segment once, or never where no later token goes there. Padding rows of a batch are
-    not counted.
+    A token that goes deeper takes along all tokens that wait, and once `cap` wait all of them go
+    (KV recomputation, Bae et al. 2023). So each token runs through a segment once, or never if no
+    later token goes there. Padding rows of a batch are not counted.
+
+    exits: exits by which the text's tokens after the first left.
     """
     filled = [0] * segments
     for position, exit in enumerate(exits):

@@ -18,13 +18,13 @@ class RunningEvaluation:
     """An evaluation that is running.
 
     Attributes:
-      choice: what is evaluated.
-      left, open: prompts that it still gets, and those that are not answered yet.
-      failed: answers that ended in an error.
-      begin: when it got its first prompt; 0 before that.
-      answers, lengths: of prompts that were answered, and tokens of each.
-      exits: that these tokens left by.
-      below, emitted: tokens below their threshold, and all tokens meanwhile.
+      choice: the choice that is evaluated.
+      left, open: prompts that it still gets, and prompts that are not answered yet.
+      failed: number of answers that ended in an error.
+      begin: time of its first prompt; 0 before that.
+      answers, lengths: telemetry of the answers, and their numbers of tokens.
+      exits: exits by which these tokens left.
+      below, emitted: number of tokens below their threshold, and of all tokens meanwhile.
     """
 
     choice: ModelDepth
@@ -47,48 +47,48 @@ class RunningEvaluation:
         return not self.left and not self.open
 
 
-def assign_prompt(seen: RunningEvaluation, now: float) -> RunningEvaluation:
-    """Count a prompt that is given to it at a time."""
+def assign_prompt(running: RunningEvaluation, now: float) -> RunningEvaluation:
+    """Count a prompt that is assigned to the evaluation at time `now`."""
     return dataclasses.replace(
-        seen, left=seen.left - 1, open=seen.open + 1, begin=seen.begin or now
+        running, left=running.left - 1, open=running.open + 1, begin=running.begin or now
     )
 
 
-def return_prompt(seen: RunningEvaluation) -> RunningEvaluation:
+def return_prompt(running: RunningEvaluation) -> RunningEvaluation:
     """Take a prompt back that will not be answered."""
-    return dataclasses.replace(seen, left=seen.left + 1, open=seen.open - 1)
+    return dataclasses.replace(running, left=running.left + 1, open=running.open - 1)
 
 
-def record_failure(seen: RunningEvaluation) -> RunningEvaluation:
+def record_failure(running: RunningEvaluation) -> RunningEvaluation:
     """Count an answer that ended in an error."""
-    return dataclasses.replace(seen, failed=seen.failed + 1)
+    return dataclasses.replace(running, failed=running.failed + 1)
 
 
-def count_tokens(seen: RunningEvaluation, below: Sequence[bool]) -> RunningEvaluation:
+def count_tokens(running: RunningEvaluation, below: Sequence[bool]) -> RunningEvaluation:
     """Count tokens by whether they left below their threshold."""
     return dataclasses.replace(
-        seen, below=seen.below + sum(below), emitted=seen.emitted + len(below)
+        running, below=running.below + sum(below), emitted=running.emitted + len(below)
     )
 
 
 def record_answer(
-    seen: RunningEvaluation, telemetry: Telemetry, exits: Sequence[int]
+    running: RunningEvaluation, telemetry: Telemetry, exits: Sequence[int]
 ) -> RunningEvaluation:
-    """Add an answer, as it was measured, and the exits that its tokens left by."""
+    """Add an answer's telemetry, and the exits by which its tokens left."""
     return dataclasses.replace(
-        seen,
-        open=seen.open - 1,
-        answers=(*seen.answers, telemetry),
-        lengths=(*seen.lengths, len(exits)),
-        exits=(*seen.exits, *exits),
+        running,
+        open=running.open - 1,
+        answers=(*running.answers, telemetry),
+        lengths=(*running.lengths, len(exits)),
+        exits=(*running.exits, *exits),
     )
 
 
 def pooled(answers: Sequence[Telemetry], lengths: Sequence[int]) -> Telemetry:
     """Return the mean of answers.
 
-    Of the seconds to the first token it also has the most. Perplexity is that of all tokens, so
-    that a short answer counts for little.
+    `ttft_p99` is the maximum time to first token. Perplexity is that of all tokens, so that a short
+    answer counts for little.
     """
 
     def mean(name):
@@ -104,31 +104,31 @@ def pooled(answers: Sequence[Telemetry], lengths: Sequence[int]) -> Telemetry:
 
 
 def history_row(
-    seen: RunningEvaluation,
+    running: RunningEvaluation,
     profile: ModelProfile,
     expected: Expectations,
     counted: str,
     strictness: int,
 ) -> StoredEvaluation:
-    """Return what an evaluation found, by the exits that tokens would leave by if all were loaded.
+    """Return an evaluation's result, with tokens by exit as if all exits were loaded.
 
-    Of a part of a model, the tokens below their threshold would go deeper, as many to each exit as
-    was known before.
+    In a part of a model, tokens below their threshold would go deeper; they are spread over the
+    deeper exits as was known before.
     """
-    counts = [seen.exits.count(e) for e in range(profile.exits)]
-    if seen.choice.depth < profile.exits:
-        above = seen.below / max(seen.emitted, 1)
+    counts = [running.exits.count(e) for e in range(profile.exits)]
+    if running.choice.depth < profile.exits:
+        above = running.below / max(running.emitted, 1)
         shares = [count / sum(counts) for count in counts]
-        shares = expected.spread(seen.model, seen.choice.depth, above, shares)
+        shares = expected.spread(running.model, running.choice.depth, above, shares)
         counts = apportioned(shares, sum(counts))
     return StoredEvaluation(
-        time=seen.begin,
-        model=seen.model,
-        depth=seen.choice.depth,
-        prompts=len(seen.answers),
+        time=running.begin,
+        model=running.model,
+        depth=running.choice.depth,
+        prompts=len(running.answers),
         tokens=sum(counts),
         exits=tuple(counts),
         counted=counted,
-        telemetry=pooled(seen.answers, seen.lengths),
+        telemetry=pooled(running.answers, running.lengths),
         strictness=strictness,
     )

@@ -1,4 +1,4 @@
-"""Expected performance of models, by their profiles and what evaluations found."""
+"""Expected performance of models, from their profiles and evaluations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Expectations(FrozenMappings):
 
     Attributes:
       length: mean tokens of an answer.
-      shares: by model, shares of tokens by the exit that they would leave by if all were loaded;
-        of the models of which that is known, in the order in which it came to be.
-      energy, shortfall, perplexity: by model, measured values over those of the profile; of quality
-        it is what the quality lacks of the profile's ceiling.
-      lateness: of first tokens.
+      shares: by model, shares of tokens by exit if all exits were loaded, for the models for which
+        they are known, in the order in which they became known.
+      energy, shortfall, perplexity: by model, measured values over those of the profile. The
+        shortfall is the difference between the quality and the profile's ceiling.
+      lateness: model of the time to first token.
     """
 
     length: float
@@ -41,10 +41,13 @@ class Expectations(FrozenMappings):
     ) -> tuple[Telemetry, bool]:
         """Return (expected telemetry of a choice, whether that is without early exits).
 
-        A whole model does without them where that is better by the objective.
+        A whole model serves without exits if that is better by the objective.
 
         Args:
-          shares: of tokens by exit, in place of those that are known.
+          profile: profile of the model.
+          objective: the objective.
+          choice: model and depth.
+          shares: shares of tokens by exit that replace the known ones.
           hope: share of the wrong tokens that are taken to be right.
         """
         shares = self.shares[choice.model] if shares is None else shares
@@ -65,7 +68,7 @@ class Expectations(FrozenMappings):
         self, profile: ModelProfile, choice: ModelDepth, telemetry: Telemetry
     ) -> Telemetry:
         """Correct energy, quality, perplexity and lateness by what was measured while serving."""
-        # A model without a measurement of its own is in the unit of the others.
+        # A model that was not measured gets the factor of another one, so that units agree.
         energy = self.energy.get(choice.model) or next(iter(self.energy.values()), 1.0)
         short = max(profile.ceiling - telemetry.accuracy, 0.0)
         short *= self.shortfall.get(choice.model, 1.0)
@@ -88,7 +91,7 @@ class Expectations(FrozenMappings):
         return self.replaced(shares=shares)
 
     def learn(self, profile: ModelProfile, row: StoredEvaluation) -> Expectations:
-        """Return what is expected after an evaluation."""
+        """Return the expectations after an evaluation."""
         model, telemetry = row.model, row.telemetry
         shares = tuple(count / row.tokens for count in row.exits)
         said = profile.worked(shares, row.depth)
@@ -108,21 +111,21 @@ class Expectations(FrozenMappings):
             perplexity={**self.perplexity, model: perplexity},
         )
 
-    def breached(self, model: str, depth: int, seen: float) -> Expectations:
-        """Return expectations with at least a share `seen` of the tokens above a depth.
+    def breached(self, model: str, depth: int, share: float) -> Expectations:
+        """Return expectations with at least a share `share` of the tokens above a depth.
 
-        They are spread as they were when all was loaded.
+        They are spread as when all exits were loaded.
         """
         shares = self.shares[model]
-        above = max(seen, breaches(shares, depth))
+        above = max(share, breaches(shares, depth))
         low = 1 - breaches(shares, depth)
         loaded = [s / low * (1 - above) if low > 0 else 0.0 for s in shares[:depth]]
         return self.with_shares(model, (*loaded, *self.above(model, depth, above)))
 
     def above(self, model: str, depth: int, above: float) -> list[float]:
-        """Return shares of tokens by the exits that are not loaded, `above` together.
+        """Return shares of tokens by the exits that are not loaded, with the sum `above`.
 
-        They are spread as when all was loaded; evenly where none left by them.
+        They are spread as when all exits were loaded, or evenly if no token left by them.
         """
         shares = self.shares[model]
         high, n = breaches(shares, depth), len(shares)
@@ -136,8 +139,8 @@ class Expectations(FrozenMappings):
         """Return shares as they would be with all exits.
 
         Args:
-          shares: with `depth` exits.
-          above: share that left by the last of them below its threshold.
+          shares: shares with `depth` exits.
+          above: share of tokens that left by the last of them below its threshold.
         """
         above = min(above, shares[depth - 1])
         loaded = [*shares[: depth - 1], shares[depth - 1] - above]

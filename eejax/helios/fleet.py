@@ -1,8 +1,8 @@
 """Several models on one device: a controller chooses which serves, and how much of it is loaded.
 
-Its choices are carried out between two steps. Segments are moved while requests run, a model is
-loaded beside the one that serves where the budget holds both, and requests of a model that must go
-first continue elsewhere with their text.
+Its choices are carried out between two steps. Segments are moved while requests run. A model is
+loaded beside the one that serves if the budget holds both; otherwise the other is freed first, and
+its requests continue in another model with their text.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ OWN = tuple(name for name in NAMED if name != "goodput")  # objectives that a re
 
 
 class Fleet(StepLoop):
-    """Serves requests with the models that its controller chooses, as a `Scheduler` does.
+    """Scheduler of requests over several models, of which its controller chooses one.
 
     A model stays loaded as long as the controller's budget holds it.
 
     Attributes:
-      controller: chooses.
+      controller: chooses the model and its depth.
       pool: the models.
       dispatcher: carries out the choices in the pool.
     """
@@ -61,13 +61,13 @@ class Fleet(StepLoop):
 
         Args:
           members: models by name, with one vocabulary.
-          controller: of the same names.
+          controller: controller of models with the same names.
           slots: requests that each model serves at a time, or how many at each of its depths
             (`capacity.slots`).
-          context: most tokens of a request; by default as many as all models take.
-          audits: share of the answers that are judged again by `reference` or, without one, by the
-            whole of their model, whose agreement the profiles turn into quality.
-          meter: measures energy; without one it is that of the profiles.
+          context: maximum tokens of a request; by default as many as all models take.
+          audits: share of the answers that are judged again by `reference` or, without one, by
+            their whole model, whose agreement the profiles turn into quality.
+          meter: measures energy; without one the profiles' energy is used.
           clock: returns seconds.
         """
         vocabularies = {member.config.vocab_size for member in members.values()}
@@ -76,7 +76,7 @@ class Fleet(StepLoop):
             "members",
             sorted(vocabularies),
             "must have vocabularies of one size",
-            "A text goes from one model to another as ids.",
+            "A text moves from one model to another as token ids.",
         )
         profiles = controller.state.rules.profiles
         require(
@@ -92,7 +92,7 @@ class Fleet(StepLoop):
                 f"{name}.gate",
                 gate,
                 "must be max_probability",
-                "The last exit that is loaded knows of a token only how probable it is.",
+                "The last loaded exit knows only the probability of a token.",
             )
         require(0 <= audits <= 1, "audits", audits, "must lie in [0, 1]")
         if meter is not None:
@@ -118,7 +118,7 @@ class Fleet(StepLoop):
         )
         self._arrivals = itertools.count()
         self._jobs: dict[str, RunningRequest] = {}
-        self._ended: list[RequestOutput] = []  # to be told with the next step
+        self._ended: list[RequestOutput] = []  # to report with the next step
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
@@ -127,7 +127,7 @@ class Fleet(StepLoop):
         loaded for it. With "accuracy" its tokens leave by the last exit alone.
 
         Raises:
-          ConfigError: for what no model accepts.
+          ConfigError: for a request that no model accepts.
         """
         id_, prompt = request.request_id, request.prompt
         require_new_id(id_, {*self._jobs, *(output.request_id for output in self._ended)})
@@ -162,13 +162,13 @@ class Fleet(StepLoop):
 
     @property
     def slots(self) -> int:
-        """Slots of the model that serves, or will serve first."""
+        """Number of slots of the model that serves, or will serve first."""
         model, depth = self.controller.current or self.controller.wanted
         return self.pool.slots[model][depth - 1]
 
     @property
     def context(self) -> int:
-        """Most tokens of a request."""
+        """Maximum tokens of a request."""
         return self.pool.context
 
     @property
@@ -183,12 +183,12 @@ class Fleet(StepLoop):
 
     @property
     def changes(self) -> Sequence[ModelChange]:
-        """Changes of models, so far."""
+        """All changes of models so far."""
         return self.pool.changes
 
     @property
     def running(self) -> list[str]:
-        """Ids of the requests that models have."""
+        """Ids of the requests that run in models."""
         return [job.request_id for job in self._jobs.values() if job.model]
 
     @property
@@ -203,13 +203,13 @@ class Fleet(StepLoop):
     def abort(self, request_id: str) -> bool:
         """End a request and return whether there was one.
 
-        A step reports its end. Its id is free from then on.
+        A later step reports its end, and from then on its id is free.
         """
         job = self._jobs.get(request_id)
         if job is None:
             return False
         if job.model:
-            job.aborted = True  # and if the model has to go before that is told
+            job.aborted = True  # in case the model is freed before it reports the end
             return self.pool.parts[job.model].scheduler.abort(request_id)
         self.dispatcher.queue.remove(job)
         self._aborted(job)
@@ -258,17 +258,17 @@ class Fleet(StepLoop):
         del self._jobs[id_]
         sampling, logits_params = job.request.sampling, job.request.logits_params
         greedy = sampling is None or float(sampling.temperature[0]) == 0
-        # What is drawn by chance, or shaped, is not what the whole model says is most likely.
+        # Sampled tokens, or those of processed logits, are not the whole model's most likely ones.
         shaped = logits_params is not None and bool(logits_params.changes[0])
         judged = job.objective is None and greedy and not shaped
-        # A request that ends in the middle, as at a stop string, has an answer all the same.
+        # A request that ends early, as at a stop string, still has an answer.
         failed = finish == FinishReason.ERROR
         whole = not failed and len(job.tokens) > 0
         self.dispatcher.finish(job, whole, judged, failed, job.perplexity)
         return RequestOutput(id_, tokens, finish)
 
     def report(self, since: int = 0, points: int = 0) -> FleetReport:
-        """Return what serves, or will first.
+        """Return a report on the choice that serves, or will serve first.
 
         It has the decisions from number `since` on, and the answers from number `points` on.
         """

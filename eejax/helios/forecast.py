@@ -8,26 +8,25 @@ from collections.abc import Mapping, Sequence
 
 from eejax.helios.choices import ModelDepth, ModelProfile
 
-LONGEST_INTERVAL = 5000  # prompts between two assessments, where their number is found
-HOPE = 0.1  # of a model's tokens that may come to leave early from one assessment to the next
+MAX_INTERVAL = 5000  # largest computed number of prompts between two assessments
+HOPE = 0.1  # share of the remaining tokens that may start to leave early between two assessments
 
 
 def interval(seconds: float, each: float, gain: float, least: int) -> int:
-    """Return the prompts of `each` seconds of which `seconds` of evaluations take a share `gain`.
+    """Return the number of prompts in whose time `seconds` of evaluations are a share `gain`.
 
-    The result is between `least` and `LONGEST_INTERVAL`.
+    A prompt takes `each` seconds. The result is between `least` and `MAX_INTERVAL`.
     """
-    return min(max(math.ceil(seconds / (max(gain, 1e-3) * each)), least), LONGEST_INTERVAL)
+    return min(max(math.ceil(seconds / (max(gain, 1e-3) * each)), least), MAX_INTERVAL)
 
 
 def hoped(known: Sequence[float] | None, age: float, exits: int) -> tuple[float, tuple[float, ...]]:
-    """Return (assumed share of a model's tokens that leave by the first exit now, shares).
-
-    The shares are those of tokens by exit with it.
+    """Return the share of tokens assumed to leave by the first exit now, and all shares by exit.
 
     Args:
-      known: shares of the last evaluation; None where there was none.
+      known: shares of the last evaluation, or None without one.
       age: assessments since then.
+      exits: number of exits.
     """
     hope = 1.0 if known is None else 1 - (1 - HOPE) ** age
     first = (1.0, *(0.0,) * (exits - 1))
@@ -40,10 +39,10 @@ class DeviceState:
     """Models and requests on the device.
 
     Attributes:
-      depths: exits that are loaded, by model.
-      num_cached_tokens: tokens of the requests under way.
-      current: what serves; None before anything does.
-      budget: bytes that there may be.
+      depths: loaded exits by model.
+      num_cached_tokens: tokens of the running requests.
+      current: the choice that serves; None at first.
+      budget: maximum bytes.
     """
 
     depths: Mapping[str, int]
@@ -52,7 +51,7 @@ class DeviceState:
     budget: float
 
     def has(self, choice: ModelDepth) -> bool:
-        """Return whether a choice is a part of what serves."""
+        """Return whether a choice is a part of the current one."""
         now = self.current
         return now is not None and now.model == choice.model and now.depth >= choice.depth
 
@@ -60,7 +59,7 @@ class DeviceState:
 def fits_beside(
     profiles: Mapping[str, ModelProfile], device: DeviceState, choice: ModelDepth
 ) -> bool:
-    """Return whether the budget holds a choice beside the other models that are there."""
+    """Return whether the budget holds a choice beside the other loaded models."""
     others = {m: d for m, d in device.depths.items() if m != choice.model}
     size = sum(profiles[model].size(depth) for model, depth in others.items())
     return size + profiles[choice.model].size(choice.depth) <= device.budget
@@ -71,9 +70,9 @@ def change_cost(
 ) -> float:
     """Return the seconds of changing to a choice.
 
-    They are those of loading what is missing, and of the keys and values of the running requests:
-    in the new part of a model that grows, and in all of one that shrinks, or for which the model
-    that serves has to be freed.
+    They count loading the missing segments, and computing the keys and values of the running
+    requests: in the new part of a model that grows, and in the whole of a model that shrinks, or
+    for which the serving model has to be freed.
     """
     profile, current = profiles[choice.model], device.current
     if current is not None and current.model == choice.model:
@@ -98,11 +97,11 @@ def evaluation_cost(
 ) -> float:
     """Return the seconds for which an evaluation keeps others from being served.
 
-    They are those of loading a whole model and loading the one that serves again, where both have
-    no room, and of an answer.
+    They count an answer and, if there is no room for both models, loading the whole model and then
+    the serving one again.
 
     Args:
-      shares: of the model's tokens by exit; None: all leave by the last one.
+      shares: shares of the model's tokens by exit; None if all leave by the last one.
       length: tokens of an answer.
     """
     profile = profiles[model]

@@ -12,7 +12,7 @@ from eejax.helios.objectives import ServiceObjective, Telemetry
 
 
 class ModelPolicy(Protocol):
-    """The deciding part: a `Controller`, or an object with its interface."""
+    """The part that decides: a `Controller`, or an object with its interface."""
 
     @property
     def current(self) -> ModelDepth | None: ...
@@ -40,9 +40,9 @@ class ModelPolicy(Protocol):
 
 
 class LoadedModel(Protocol):
-    """A model with `depth` loaded segments, of which there will be `target_segments`.
+    """A model with `depth` loaded segments, and `target_segments` once it has grown.
 
-    room: a slot is free for another request.
+    room: whether a slot is free for another request.
     """
 
     @property
@@ -74,13 +74,13 @@ class FleetRequest:
       order: order in which requests are assigned to models.
       came: time of arrival.
       objective: its own objective, if any.
-      model: the model that has it.
-      began, first: times at which that model got it and emitted its first token of it.
-      heard: time of the first token of all.
-      evaluated: it is part of an evaluation.
-      moved: another model had it before.
-      aborted: it is to end.
-      strictness: number of exits that it may take, 0 where that changed, and the level of its
+      model: the model in which it runs.
+      began, first: times at which that model got it, and emitted its first token for it.
+      heard: time of the first token from any model.
+      evaluated: whether it is part of an evaluation.
+      moved: whether it ran in another model before.
+      aborted: whether it is to end.
+      strictness: number of exits that it may take, 0 if that changed, and the level of its
         thresholds.
       exits: exits by which its tokens left.
       below: for each token, whether it left below its threshold.
@@ -107,8 +107,8 @@ class AnswerCosts(NamedTuple):
 
     Attributes:
       beside: requests that its model runs beside it.
-      agreement: with the whole model; None, as energy, where the profile has to tell it.
-      energy: joules per token.
+      agreement: share of tokens that agree with the whole model; None to use the profile's.
+      energy: joules per token; None to use the profile's.
     """
 
     beside: int
@@ -137,7 +137,7 @@ class ModelPool(Protocol[Pending]):
         """Wait for a model that is being loaded, and add it to `parts`."""
 
     def grow(self, choice: ModelDepth) -> str:
-        """Start to load more segments of a model; return why that failed, "" where it did not."""
+        """Start to load more segments of a model; return why that failed, or ""."""
         ...
 
     def cancel_growth(self, model: str) -> None:
@@ -147,19 +147,19 @@ class ModelPool(Protocol[Pending]):
         """Free segments of a model."""
 
     def free(self, model: str) -> None:
-        """Remove a model from `parts`, and the requests that it had."""
+        """Remove a model from `parts`, and its requests."""
 
     def audit_bytes(self, depths: Mapping[str, int]) -> float:
-        """Return the most bytes that an audit of any of these models takes beside them."""
+        """Return the maximum bytes that an audit of any of these models takes beside them."""
         ...
 
     def start(self, job: Any) -> None:
-        """Start a request in the model that has it now."""
+        """Start a request in its model."""
 
     def costs(self, job: Any) -> AnswerCosts:
-        """Return what was measured of an answer that just finished."""
+        """Return the measurements of an answer that just finished."""
         ...
 
     def judge(self, job: Any) -> AnswerAudit:
-        """Judge an answer again, by the reference or the whole of the model that gave it."""
+        """Judge an answer, by the reference or by the whole model that gave it."""
         ...

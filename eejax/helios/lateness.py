@@ -1,6 +1,6 @@
 """Model of the time to first token, as the number of tokens queued ahead of a request.
 
-What was measured of one choice therefore predicts another, which works through the same number of
+A measurement of one choice therefore predicts another, which works through the same number of
 tokens at its own rate.
 """
 
@@ -13,20 +13,20 @@ from collections.abc import Mapping
 from eejax.helios.choices import FrozenMappings, ModelDepth
 from eejax.helios.objectives import Telemetry
 
-KEPT, LEAST = 200, 20  # waits that are looked at: the last ones, and no fewer
-MOST = 6  # times in a row that a limit was missed, which are told apart
+MAX_WAITS, MIN_WAITS = 200, 20  # how many of the last waits a percentile is computed of
+MAX_MISSES = 6  # consecutive misses of a limit that are counted
 
 
 @dataclasses.dataclass(frozen=True)
 class LatenessModel(FrozenMappings):
-    """Tokens ahead of all requests but one in a hundred.
+    """The 99th percentile of the number of tokens ahead of a request.
 
     Attributes:
-      choice: what the waits were measured of.
-      waits: last seconds to first tokens of that choice, oldest first.
-      ahead: tokens ahead, by the choices of which that was found.
-      last: choice of which it was found last.
-      missed: times in a row, up to `MOST`, that the limit was missed with a choice.
+      choice: the choice for which the waits were measured.
+      waits: last times to first token of that choice in seconds, oldest first.
+      ahead: tokens ahead, by choice, as far as measured.
+      last: the choice that was measured last.
+      missed: by choice, consecutive times that the limit was missed, up to `MAX_MISSES`.
     """
 
     choice: ModelDepth | None = None
@@ -36,13 +36,13 @@ class LatenessModel(FrozenMappings):
     missed: Mapping[ModelDepth, int] = dataclasses.field(default_factory=dict)
 
     def add(self, choice: ModelDepth, seconds: float, telemetry: Telemetry) -> LatenessModel:
-        """Return the model with a time to first token.
+        """Return the model with another time to first token.
 
-        telemetry: of a lone request on what serves it.
+        telemetry: telemetry of a lone request with the choice.
         """
-        waits = (*(self.waits if choice == self.choice else ()), seconds)[-KEPT:]
+        waits = (*(self.waits if choice == self.choice else ()), seconds)[-MAX_WAITS:]
         found = self.replaced(choice=choice, waits=waits)
-        if len(waits) < LEAST:
+        if len(waits) < MIN_WAITS:
             return found
         late = sorted(waits)[math.ceil(0.99 * len(waits)) - 1]
         tokens = max(late - telemetry.ttft, 0.0) * telemetry.throughput
@@ -51,8 +51,10 @@ class LatenessModel(FrozenMappings):
     def of(self, choice: ModelDepth, telemetry: Telemetry) -> float:
         """Predict the seconds to the first token.
 
-        As many tokens are ahead as there were last, or more where there were more with this choice.
-        telemetry: of a lone request on it.
+        It assumes as many tokens ahead as were measured last, or more if there were more with this
+        choice.
+
+        telemetry: telemetry of a lone request with the choice.
         """
         ahead = max(self.ahead.get(c, 0.0) for c in (choice, self.last or choice))
         return telemetry.ttft + ahead / max(telemetry.throughput, 1e-12)
@@ -60,9 +62,9 @@ class LatenessModel(FrozenMappings):
     def forget(self, serves: ModelDepth, missed: bool) -> LatenessModel:
         """Expect fewer tokens ahead than when another choice served, so that it is tried again.
 
-        Where the limit was `missed` with it, each time after up to twice as many calls.
+        If the limit was `missed` with it, each retry comes after up to twice as many calls.
         """
-        count = min(self.missed.get(serves, 0) + 1, MOST) if missed else 0
+        count = min(self.missed.get(serves, 0) + 1, MAX_MISSES) if missed else 0
         counts = {**self.missed, serves: count}
         ahead = {
             choice: tokens if choice == serves else tokens * 0.5 ** (0.5 ** counts.get(choice, 0))

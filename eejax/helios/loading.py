@@ -1,4 +1,4 @@
-"""Changes of what is loaded: a model made in a thread while others go on, and failures of that."""
+"""Loading of models in a thread while others serve, and handling of its failures."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from eejax.inference.partial import PartialModel
 
 
 def failure(change: Callable[[], object]) -> str:
-    """Run a change and return why it failed, "" where it did not.
+    """Run a change and return why it failed, or "".
 
-    There may be too little room on the device, whatever was counted. Arrays that an error holds are
-    released with it.
+    The device may have less room than was counted. Arrays that an error references are released
+    with it.
     """
     try:
         change()
@@ -24,7 +24,7 @@ def failure(change: Callable[[], object]) -> str:
 
 
 class ModelLoad:
-    """A model that is being loaded since `begin`."""
+    """A model that has been loading since `begin`."""
 
     def __init__(
         self, begin: float, choice: ModelDepth, make: Callable[[ModelDepth], PartialModel]
@@ -44,5 +44,5 @@ class ModelLoad:
         return self._future.done()
 
     def result(self) -> PartialModel:
-        """Wait for the model. Raises what making it raised."""
+        """Wait for the model. Raises the error that making it raised."""
         return self._future.result()

@@ -1,4 +1,4 @@
-"""Profiles of the models of a fleet: measured at its start, or known from before."""
+"""Profiles of the models of a fleet, measured at its start or read from a repository."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from eejax.models.config import ModelConfig
 
 log = logging.getLogger(LOG)
 
-TEXTS = 64  # most that models are measured on, of those given
-JUDGED = 16  # of them, those to which answers are judged
-SAMPLES, SAMPLED = 16, 96  # texts that the largest model writes where none are, tokens of each
-WINDOW, ROWS, BATCHES = 128, 8, 8  # of those texts: tokens of a window, windows of a batch, batches
+TEXTS = 64  # maximum number of texts that models are measured on
+JUDGED = 16  # number of them whose answers are judged
+SAMPLES, SAMPLED = 16, 96  # texts that the largest model writes if there are none, tokens of each
+WINDOW, ROWS, BATCHES = 128, 8, 8  # tokens of a window, windows of a batch, number of batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +105,7 @@ class MeasurementSetup:
 
 
 def largest(members: Mapping[str, FleetMember]) -> str:
-    """Return the name of the member with most parameters, whatever dtypes they are kept in."""
+    """Return the name of the member with the most parameters, whatever their dtypes."""
     size = {
         name: sum(leaf.size for leaf in jax.tree.leaves(member.params))
         for name, member in members.items()
@@ -129,8 +129,8 @@ def measured(
 ) -> dict[str, ModelProfile]:
     """Return profiles of the members, and log where each comes from.
 
-    They come from the repository where it has some of the same conditions, and are kept there where
-    they have to be measured.
+    A profile comes from the repository if it has one under the same conditions. Otherwise it is
+    measured and stored there.
     """
     found, missing = {}, {}
     for name in setup.members:
@@ -186,12 +186,16 @@ def judged_by(
     scores: Sequence[BenchmarkScore],
     reference: ReferenceJudge | None,
 ) -> MeasurementConditions:
-    """Return the conditions of a member's evaluations: those of its profile, and what the quality
-    of its answers is compared with.
+    """Return the conditions of a member's evaluations.
+
+    They are those of its profile, with what the quality of its answers is compared with.
 
     Args:
-      profile: as it is served, with the quality of benchmarks or of a judge.
-      scores: of all models, of which those count that `source` takes.
+      conditions: conditions of the profile.
+      profile: the profile as it is served, with the quality of benchmarks or of a judge.
+      source: source of the quality.
+      scores: scores of all models, of which those count that `source` takes.
+      reference: the model that judges answers, if one does.
     """
     chosen = [s for s in scores if not source.names or s.task in source.names]
     benchmark = source.kind == "benchmark"
@@ -214,8 +218,10 @@ def evaluated(
     scores: Sequence[BenchmarkScore],
     reference: ReferenceJudge | None,
 ) -> dict[str, StoredEvaluation]:
-    """Return evaluations from before that still hold, by model; say which hold and which do not.
-    From now on evaluations are kept with what their quality is compared with (`judged_by`)."""
+    """Return earlier evaluations that still hold, by model, and log which hold and which do not.
+
+    From now on evaluations are stored with what their quality is compared with (`judged_by`).
+    """
     found = {}
     for name, profile in profiles.items():
         conditions = repository.conditions[name]
@@ -234,9 +240,11 @@ def evaluated(
 
 
 def with_profiles(repository: Repository, profiles: Mapping[str, ModelProfile]) -> Repository:
-    """Write the benchmarks of profiles, by which candidates are chosen. Where the repository cannot
-    be written one in memory takes its place, as who is served does not depend on it; one that is
-    only in use now keeps what it is given later."""
+    """Write the benchmarks of profiles, by which candidates are chosen, and return the repository.
+
+    If it cannot be written, one in memory takes its place, as serving does not depend on it. One
+    that is only in use now stores later writes.
+    """
     for name, profile in profiles.items():
         try:
             repository.put(name, profile.benchmark())
@@ -264,7 +272,7 @@ def kept(path: str | os.PathLike) -> Repository:
 
 
 def encoded(prompts: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """Return the ids of the first texts. Raises DataError where they are empty."""
+    """Return the token ids of the first texts. Raises DataError if they are empty."""
     texts = [tokenizer.encode(text).tolist() for text in prompts[:TEXTS]]
     texts = [ids for ids in texts if ids]
     if not texts:

@@ -1,4 +1,4 @@
-"""Service objectives: which of two ways to serve is better."""
+"""Service objectives, which say which of two ways to serve is better."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ METRICS = (
     "energy",
     "perplexity",
 )
-MORE = ("throughput", "accuracy")  # of which more is better; of the others less is
+MORE = ("throughput", "accuracy")  # metrics of which more is better; of the others less is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +32,8 @@ class Telemetry:
       accuracy: quality of the answers in [0, 1], on a scale that compares models
         (`quality.QualitySource`).
       memory: bytes.
-      energy: joules per token, or what stands for them.
-      perplexity: of the answers under the model that judges them; 1 where none does.
+      energy: joules per token, or operations in their place.
+      perplexity: perplexity of the answers under the model that judges them; 1 without one.
     """
 
     throughput: float
@@ -49,14 +49,14 @@ class Telemetry:
         for name in METRICS:
             value = getattr(self, name)
             ok = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-            require(ok, name, value, "must be a number from 0 on")
+            require(ok, name, value, "must be a number of at least 0")
 
     def with_overhead(
         self, seconds: float, energy: float, prompts: float, tokens: float
     ) -> Telemetry:
-        """Return telemetry with `seconds` and `energy` spent once for so many prompts.
+        """Return telemetry with `seconds` and `energy` spent once for `prompts` prompts.
 
-        The prompts have so many tokens each, and wait for it.
+        The prompts wait for it; their answers have `tokens` tokens each.
         """
         total = prompts * tokens
         whole = seconds + total / max(self.throughput, 1e-12)
@@ -77,15 +77,15 @@ class ServiceObjective:
     the most throughput that keeps all limits, which must include accuracy and ttft_p99.
 
     Attributes:
-      weights: of metrics, each more than 0.
-      limits: of metrics, the least where more is better, else the most.
+      weights: weights by metric, each above 0.
+      limits: limits by metric, a minimum if more is better, else a maximum.
     """
 
     weights: Mapping[str, float]
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        require(bool(self.weights), "weights", self.weights, "must weigh one metric at least")
+        require(bool(self.weights), "weights", self.weights, "must weigh at least one metric")
         for name, table in (("weights", self.weights), ("limits", self.limits)):
             for metric, value in table.items():
                 known = ", ".join(METRICS)
@@ -112,7 +112,7 @@ class ServiceObjective:
 
     @property
     def reads_quality(self) -> bool:
-        """True where the quality of answers is weighed or limited."""
+        """True if the quality of answers is weighed or limited."""
         return bool({"accuracy", "perplexity"} & {*self.weights, *self.limits})
 
     def score(self, telemetry: Telemetry) -> float:
@@ -125,18 +125,18 @@ class ServiceObjective:
         return sum(w * value(m) for m, w in signed.items())
 
     def excess(self, telemetry: Telemetry) -> float:
-        """Return how much limits are missed, the log of the worst ratio; 0 if all are kept."""
+        """Return by how much limits are missed, the log of the worst ratio; 0 if all are kept."""
         return max((0.0, *(self._over(metric, telemetry) for metric in self.limits)))
 
     def _over(self, metric: str, telemetry: Telemetry) -> float:
-        """Return the log of the ratio by which a limit is missed; 0 or less where it is kept."""
+        """Return the log of the ratio by which a limit is missed; at most 0 if it is kept."""
         value = max(getattr(telemetry, metric), 1e-12)
         over = math.log(value) - math.log(self.limits[metric])
         return -over if metric in MORE else over
 
     def missed(self, telemetry: Telemetry | None) -> str:
-        """Name the limits that are missed, with value and limit; empty where all are kept, and
-        where nothing is known."""
+        """Name the missed limits with value and limit; empty if all are kept or nothing is
+        known."""
         if telemetry is None:
             return ""
         found = []
@@ -153,12 +153,12 @@ class ServiceObjective:
         return f"{why}; it misses {missed}" if missed else why
 
     def rank(self, telemetry: Telemetry) -> tuple[float, float]:
-        """Greater is better: what keeps limits before what does not, then by score."""
+        """Return a rank, greater is better: first whether limits are kept, then the score."""
         return (-self.excess(telemetry), self.score(telemetry))
 
 
 def _told_apart(value: float, limit: float) -> str:
-    """Format a number with as many digits as tell it from another, 3 at least."""
+    """Format a number with at least 3 digits, and as many as distinguish it from the limit."""
     for digits in range(3, 17):
         if (text := f"{value:.{digits}g}") != f"{limit:.{digits}g}":
             return text

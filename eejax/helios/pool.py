@@ -1,4 +1,4 @@
-"""Models of a fleet on the device, and what is measured of the requests that run in them."""
+"""Models of a fleet on the device, and measurements of the requests that run in them."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class ModelChange(NamedTuple):
     """A change of a model.
 
     Attributes:
-      kind: "load", "grow", "shrink" or "free"; "narrow" comes before "grow" where that leaves fewer
-        slots, and "stay" in place of "grow" where it was cancelled or there was no room.
+      kind: "load", "grow", "shrink" or "free"; "narrow" comes before "grow" if that leaves fewer
+        slots, and "stay" replaces "grow" if it was cancelled or there was no room.
       choice: the model, and the number of its exits that are loaded then.
-      seconds: from its start to its use or end; a model that grows goes on meanwhile.
-      rebuild: of them, seconds in which keys and values were filled in and nothing else ran.
-      tokens: of the requests that this was done for, or that start anew.
+      seconds: time from its start to its use or end; a model that grows serves meanwhile.
+      rebuild: part of them in which keys and values were filled in and nothing else ran.
+      tokens: tokens of the requests that it was done for, or that start anew.
     """
 
     time: float
@@ -76,10 +76,10 @@ class RunningRequest(FleetRequest):
     """A request of a fleet of models.
 
     Attributes:
-      request: as it was added; the serving model adds its own exit rules.
-      tokens: tokens that it has.
-      energy: joules and tokens of that model when it got the request.
-      thresholds: [exits], by which its tokens leave.
+      request: the request as it was added; the serving model adds its own exit rules.
+      tokens: tokens so far.
+      energy: joules and tokens of its model when that got the request.
+      thresholds: [exits] thresholds for its tokens.
     """
 
     request: EngineRequest
@@ -101,11 +101,11 @@ class FleetPool:
 
     Attributes:
       members: models by name, with one vocabulary.
-      parts: those that are loaded.
-      slots: by model, of each depth.
-      context: most tokens of a request.
-      changes: of models, so far.
-      audited: tokens that each model judged.
+      parts: loaded models by name.
+      slots: by model, the number at each depth.
+      context: maximum tokens of a request.
+      changes: all changes of models so far.
+      audited: number of tokens that each model judged.
     """
 
     def __init__(
@@ -122,17 +122,17 @@ class FleetPool:
         """Prepare the members; none is loaded yet. The arguments are those of `Fleet`."""
         self.members = {name: member.ready() for name, member in members.items()}
         self.slots = {name: _slots_of(name, member, slots) for name, member in members.items()}
-        # A text may have to go on in any of them.
+        # A text may have to continue in any model.
         least = min(member.config.context_length for member in members.values())
         self.context = least if context is None else context
         self.parts: dict[str, PartialModel] = {}
         self.changes: list[ModelChange] = []
         self.audited = dict.fromkeys(members, 0)
         self._steps, self._reference, self._clock = steps, reference, clock
-        self._growing: dict[str, float] = {}  # since when
+        self._growing: dict[str, float] = {}  # time of the start, by model
         self._verifiers: dict[str, AnswerVerifier] = {}
         self._meter, self._joules = meter, 0.0 if meter is None else meter.read()
-        self._spent = dict.fromkeys(members, 0.0)  # joules, and
+        self._spent = dict.fromkeys(members, 0.0)  # joules
         self._emitted = dict.fromkeys(members, 0)  # tokens
 
     @property
@@ -177,7 +177,7 @@ class FleetPool:
         return ""
 
     def adopt_growth(self, model: str) -> str:
-        """Use the segments that have arrived. Returns why that failed, "" where it did not."""
+        """Use the segments that have arrived; return why that failed, or ""."""
         part, begin = self.parts[model], self._clock()
         if why := failure(part.adopt_growth):
             self._restart(model)
@@ -239,10 +239,10 @@ class FleetPool:
         return ExitPolicy.make(member.config, 1, **rules)
 
     def step(self, model: str) -> list[RequestOutput]:
-        """Run the steps of a call of a model, and count its energy if there was anything to do."""
+        """Run one call of a model's scheduler, and count its energy unless it was idle."""
         part = self.parts[model]
         busy = not part.idle
-        outputs = part.scheduler.step()  # what has come by now is used with the next one
+        outputs = part.scheduler.step()  # segments that arrived are used with the next step
         if busy:
             self.count_energy(model)
         return outputs
@@ -265,7 +265,7 @@ class FleetPool:
                 self._spent[model] += max(self._joules - before, 0.0)
 
     def costs(self, job: RunningRequest) -> AnswerCosts:
-        """Return what an answer took; its agreement is expected, until an audit finds it."""
+        """Return the costs of an answer; its agreement is an expectation until an audit."""
         beside, energy = len(self.parts[job.model].scheduler.running), None
         if self._meter is not None:
             joules, emitted = job.energy
@@ -282,7 +282,7 @@ class FleetPool:
         else:
             name, verifier = self._reference.name, self._reference.auditor
             part = None if name is None else self.parts.get(name)
-        # What is on its way has its room already, and would be waited for by all that is brought.
+        # Weights on their way have their room, but every transfer after them would wait for them.
         loaded = None if part is None else part.weights
         verdict = verifier.judge(loaded, job.request.prompt, [t.id for t in job.tokens])
         if name is not None:
@@ -301,6 +301,6 @@ def _slots_of(
         field, own = "slots", (slots,) * n
     whole = all(isinstance(k, numbers.Integral) and k > 0 for k in own)
     ok = whole and len(own) == n and [*own] == sorted(own, reverse=True)
-    allowed = f"must be {n} whole numbers above 0, of which none rises"
+    allowed = f"must be {n} whole numbers above 0 that never rise"
     require(ok, field, own, allowed, "Give more memory.")
     return tuple(int(k) for k in own)

@@ -1,6 +1,6 @@
-"""Measure what models cost: seconds to run every segment, to load it, and to fill its cache.
+"""Measurement of what models cost: seconds to run every segment, to load it, and to fill its cache.
 
-All depths are run twice, and only the second pass counts, so that what is compiled is compiled.
+All depths run twice, and only the second pass counts, so that no compilation is measured.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ def measure(
     new: int = 32,
     clock: Callable[[], float] = time.perf_counter,
 ) -> ModelProfile:
-    """Measure a model with all slots of each depth taken (`PartialModel`).
+    """Measure a model with all slots of each depth in use (`PartialModel`).
 
     The requests have these texts and `new` tokens each. The agreement of exits with the final one
-    is counted on `batches`, which are those of `calibration.score`.
+    is counted on `batches`, in the form of `calibration.score`.
 
-    Energy is not measured: operations of layers and heads stand for it (`token_work`).
-    Raises DataError for a model whose logits are not finite.
+    Energy is not measured: operations of layers and heads replace it (`token_work`). Raises
+    DataError for a model whose logits are not finite.
     """
-    require(len(texts) > 0, "texts", texts, "must be one at least")
+    require(len(texts) > 0, "texts", texts, "must have at least one text")
     n = member.config.n_exits + 1
 
     def grown(what: str):
-        """Grow to every depth in turn, and return what there is in the end."""
+        """Grow to every depth in turn, and return the whole model."""
         log.info("%s depth 1 of %d", what, n)
         begin = clock()
         part = PartialModel(
@@ -60,7 +60,7 @@ def measure(
         rows = [_Depth(part, texts, new, clock, clock() - begin)]
         for depth in range(2, n + 1):
             log.info("%s depth %d of %d", what, depth, n)
-            jax.block_until_ready(part.scheduler.state)  # of the last steps
+            jax.block_until_ready(part.scheduler.state)  # ends the last steps
             begin = clock()
             part.grow(depth)
             jax.block_until_ready(part._coming)
@@ -80,7 +80,7 @@ def measure(
         ]
         return rows, leaving, sizes, outside
 
-    grown("compiling")  # a model goes before the next one comes
+    grown("compiling")  # the result is freed before the next one is made
     rows, leaving, sizes, outside = grown("measuring")
 
     def steps(values):
@@ -88,7 +88,7 @@ def measure(
 
     scores = calibration.score(member.params, member.config, batches)
     rules: dict[str, Any] = {**member.rules}
-    rules.pop("prefill_exit", None)  # of prompts alone
+    rules.pop("prefill_exit", None)  # affects only prompts
     threshold = rules.pop("threshold", 1.0)
     leaves = calibration.emitting_exits(scores, threshold, **rules)
     same = scores.tokens == scores.tokens[-1]
@@ -131,9 +131,9 @@ def written(
     context: int | None = None,
     new: int = 32,
 ) -> dict[int, list[tuple[Sequence[int], list[int]]]]:
-    """Return a model's greedy answers to texts, by how many of its exits are loaded.
+    """Return a model's greedy answers to texts, by the number of its loaded exits.
 
-    All tokens leave by the last of those. Each answer is (text, the `new` tokens behind it).
+    All tokens leave by the last loaded exit. Each answer is (text, the `new` tokens after it).
     """
     found = {}
     for depth in range(1, member.config.n_exits + 2):
@@ -157,9 +157,9 @@ def _part(most: float, took: float, ideal: float) -> float:
 def spared(texts: Iterable[Sequence[int]], layers: Sequence[float], cap: int) -> float:
     """Return the share of savings in layer operations that is kept if at most `cap` tokens wait.
 
-    `texts` holds the exits that the tokens of each text left by (`ModelProfile.spared`).
+    `texts` has the exits by which the tokens of each text left (`ModelProfile.spared`).
     """
-    n, texts = len(layers), [[*exits][1:] for exits in texts]  # the first is of the prompt's pass
+    n, texts = len(layers), [[*exits][1:] for exits in texts]  # the prompt's pass emits the first
     run = np.array([segment_rows(exits, n, cap) for exits in texts])
     reached = np.array([[sum(e >= s for e in exits) for s in range(n)] for exits in texts])
     whole = sum(map(len, texts)) * sum(layers)
@@ -170,11 +170,11 @@ class _Depth:
     """Measured depth of a model, without early exits or with the `rules` of a policy.
 
     Attributes:
-      token: seconds of a token where all slots decode.
+      token: seconds per token while all slots decode.
       first: seconds to the first token of a lone request, with a prompt of `given` tokens.
       reach: shares of tokens that left by each exit or a later one.
-      exits: by which the tokens of each request left.
-      loaded, filled: as measured before.
+      exits: exits by which the tokens of each request left.
+      loaded, filled: seconds of loading and of filling in, measured before.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class _Depth:
         slots, room, left = part.engine.slots, part.engine.context, np.zeros(config.n_exits + 1)
         count, decoded, begun = 0, None, set()
         self.exits: dict[str, list[int]] = {}
-        # Those that begin first go on for long enough to be there with the last.
+        # The first requests must still run when the last one begins.
         texts = [tuple(text)[: room // 2] for text in texts]
         longest = max(texts, key=len)
         begin = clock()
@@ -217,6 +217,6 @@ class _Depth:
             if decoded is None and len(begun) == slots:
                 decoded = clock()
         if decoded is None:
-            raise DataError("its answers are no numbers: look for NaN in its parameters.")
+            raise DataError("its logits are not finite: look for NaN in its parameters.")
         self.token = (clock() - decoded) / max(count, 1)
         self.reach = np.cumsum(left[::-1])[::-1] / max(count, 1)

@@ -1,4 +1,4 @@
-"""Comparison of choices in a state of the controller: what each is expected to bring and to cost.
+"""Comparison of choices in a state of the controller: their expected performance and cost.
 
 Functions that fix the interval between two reassessments return the state with it.
 """
@@ -22,7 +22,7 @@ def expected_of(
     shares: Sequence[float] | None = None,
     hope: float = 0.0,
 ) -> tuple[Telemetry, bool]:
-    """Return what a choice is expected to bring (`Expectations.expected`)."""
+    """Return the expected telemetry of a choice (`Expectations.expected`)."""
     profile, objective = state.rules.profiles[choice.model], state.rules.objective
     return state.expected.expected(profile, objective, choice, shares, hope)
 
@@ -33,7 +33,7 @@ def rank_of(
     shares: Sequence[float] | None = None,
     hope: float = 0.0,
 ) -> tuple[float, float]:
-    """Return the rank of that by the objective."""
+    """Return the rank of a choice's expected telemetry by the objective."""
     return state.rules.objective.rank(expected_of(state, choice, shares, hope)[0])
 
 
@@ -52,8 +52,7 @@ def better_in_quality(state: ControllerState, model: str) -> list[str]:
 def level(state: ControllerState, model: str, evaluated: bool = False) -> int:
     """Return how strict a model's thresholds are now (`choices.stricter`).
 
-    An evaluated model shows where its tokens would leave, though a limit forbids it to other
-    prompts.
+    An evaluated model uses its exits even if a limit forbids them for other prompts.
     """
     forbidden = model in state.without_exits and not evaluated
     return STRICTEST if forbidden else state.strictness[model].level
@@ -62,7 +61,7 @@ def level(state: ControllerState, model: str, evaluated: bool = False) -> int:
 def best_loaded(state: ControllerState, weights: Mapping[str, float]) -> str | None:
     """Return the best loaded model by other weights than the server's, within its limits.
 
-    None where none was evaluated yet.
+    The result is None if no model was evaluated yet.
     """
     objective = dataclasses.replace(state.rules.objective, weights=weights)
     rules = state.rules.replaced(objective=objective)
@@ -78,10 +77,10 @@ def best_loaded(state: ControllerState, weights: Mapping[str, float]) -> str | N
 def greedy_depth(
     state: ControllerState, model: str, shares: Sequence[float] | None = None, hope: float = 0.0
 ) -> int:
-    """Return the exits up to the one by which most tokens leave.
+    """Return the depth up to the exit by which most tokens leave.
 
-    It is more where the objective, its limits, or the limit on breaches ask for it. shares, hope:
-    as in `Expectations.expected`.
+    It is larger if the objective, its limits, or the limit on breaches require it. shares, hope: as
+    in `Expectations.expected`.
     """
     if not state.rules.options.greedy:
         return state.rules.profiles[model].exits
@@ -97,7 +96,7 @@ def greedy_depth(
 
 
 def is_calm(state: ControllerState, choice: ModelDepth, shares: Sequence[float]) -> bool:
-    """Return whether breaches are not expected of a choice."""
+    """Return whether no breaches are expected of a choice."""
     return selection.calm(choice, shares, state.rules.options, state.breaches.get(choice, 0))
 
 
@@ -123,7 +122,7 @@ def interval(state: ControllerState) -> int:
 
     HELIOS §3.4.2 derives it from the latency of the candidates and the cost of loading them. "auto"
     is the number of prompts for which evaluating all other candidates whole takes a share `gain` of
-    the time in which they are served: it costs no more than what a change must bring.
+    the time in which they are served, so that it costs no more than a change must gain.
     """
     options = state.rules.options
     if options.interval != AUTO:
@@ -139,7 +138,7 @@ def interval(state: ControllerState) -> int:
 
 
 def fix_interval(state: ControllerState) -> ControllerState:
-    """Keep the interval as it is found now, unless nothing is known yet of what serves."""
+    """Fix the interval as computed now, unless nothing is known yet about the serving model."""
     now = state.current or state.wanted
     if state.interval is not None or now is None or now.model not in state.shares:
         return state
@@ -157,12 +156,12 @@ def with_cost(state: ControllerState, choice: ModelDepth) -> tuple[Telemetry, fl
 def best_choice(
     state: ControllerState, options: Sequence[ModelDepth], assessed: bool = False
 ) -> tuple[ModelDepth, Telemetry, float]:
-    """Return (choice, its expected telemetry, seconds that it costs).
+    """Return (choice, its expected telemetry, its cost in seconds).
 
-    What serves stays unless another choice is better by the gain, costs included. The cost of
-    continuing with less of the model that serves does not count. Where models were `assessed`,
-    neither does that of continuing with any part of it: whatever replaces it has to do so too once
-    both are evaluated again, and they would take turns.
+    The current choice stays unless another one is better by the gain, costs included. The cost of
+    continuing with fewer layers of the serving model does not count. If models were `assessed`, the
+    cost of continuing with any part of it does not count either: a model that replaced it would
+    have the same cost once both are evaluated again, and the two would take turns.
     """
     found, device, rules = [], device_of(state), state.rules
     for choice in options:
@@ -215,7 +214,7 @@ def contenders(state: ControllerState, models: Sequence[str]) -> tuple[Controlle
 def candidates(state: ControllerState) -> tuple[ControllerState, list[str]]:
     """Return (state, models to evaluate).
 
-    The one that serves comes first, because its evaluation costs nothing and tells which others
+    The one that serves comes first, because its evaluation costs nothing and shows which others
     could be better.
     """
     rules = state.rules
@@ -232,9 +231,9 @@ def candidates(state: ControllerState) -> tuple[ControllerState, list[str]]:
 def is_settled(state: ControllerState) -> bool:
     """Return whether an assessment could change nothing.
 
-    No model may be better than the one that serves, which has no layers to spare. Breaches and
-    audits tell if it needs more.
+    That is so if no model may be better than the serving one, which has no layers to spare.
+    Breaches and audits show whether it needs more.
     """
-    assert state.current is not None  # or there is nothing to assess
+    assert state.current is not None  # something serves
     model, depth = state.current
     return depth == greedy_depth(state, model) == 1 and candidates(state)[1] == [model]

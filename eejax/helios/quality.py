@@ -18,7 +18,7 @@ from eejax.helios.choices import ModelProfile
 from eejax.helios.disagreement_bound import AnswerAudit, perplexity_of
 
 KINDS = ("best", "judge", "benchmark")
-# Metrics in [0, 1] that stand for the quality of a task's answers, the first that a task has.
+# Metrics in [0, 1] that measure the quality of a task's answers; the first that a task has counts.
 SCORES = ("exact_match", "acc_norm", "acc", "f1", "rougeL", "rougeL_max", "rouge_l", "pass@1")
 PERPLEXITIES = ("perplexity", "word_perplexity", "byte_perplexity")
 
@@ -45,7 +45,7 @@ class QualitySource:
             fix = "As in judge:runs/judge."
             require(len(self.names) == 1, "quality", "judge", "must name one model", fix)
         if self.kind == "best":
-            require(len(self.names) <= 1, "quality", self.names, "must name one model at most")
+            require(len(self.names) <= 1, "quality", self.names, "must name at most one model")
 
     @classmethod
     def parse(cls, text: str) -> QualitySource:
@@ -53,7 +53,7 @@ class QualitySource:
         kind, colon, rest = text.partition(":")
         names = tuple(rest.split(",")) if kind == "benchmark" else (rest,)
         if colon and not all(names):
-            raise ConfigError(f"quality = {text!r}: must have a name behind the colon.")
+            raise ConfigError(f"quality = {text!r}: must have a name after the colon.")
         return cls(kind, names if colon else ())
 
     def __str__(self) -> str:
@@ -63,8 +63,9 @@ class QualitySource:
 class BenchmarkScore(NamedTuple):
     """A benchmark result of a model.
 
-    layers: layers below the exit that answered, 0 for the whole model. metric: as the task names
-    it, without a filter's name.
+    Attributes:
+      layers: layers below the exit that answered, 0 for the whole model.
+      metric: the task's name of it, without a filter's name.
     """
 
     model: str
@@ -78,7 +79,7 @@ def check_score(score: BenchmarkScore) -> None:
     """Raise ConfigError for a score that cannot be kept or used."""
     for name, text in (("model", score.model), ("task", score.task)):
         good = isinstance(text, str) and text != ""
-        good = good and text.encode(errors="ignore").decode() == text  # no half of a surrogate pair
+        good = good and text.encode(errors="ignore").decode() == text  # no lone surrogate
         require(good, name, text, "must be a text")
     require_count("layers", score.layers, least=0)
     require(score.layers < 2**31, "layers", score.layers, "must be less than 2**31")
@@ -96,19 +97,19 @@ def with_benchmarks(
     scores: Sequence[BenchmarkScore],
     tasks: Sequence[str] = (),
 ) -> dict[str, ModelProfile]:
-    """Return profiles whose quality, and perplexity where it was scored, is that of benchmarks.
+    """Return profiles with the quality, and the perplexity if it was scored, of benchmarks.
 
-    A whole model's quality is its mean score over the tasks; at a depth it was scored at as well,
-    where all tokens leave by the exit there, the score is a second point; between the points it is
+    A whole model's quality is its mean score over the tasks. A score at another depth, where all
+    tokens leave by the exit there, is a second point. Between the points the quality is
     interpolated over agreement with the whole model (`ModelProfile.quality_at`).
 
     Args:
-      exit_boundaries: of each model, layers below each of its exits, the final one last.
-      tasks: to take the mean over; by default all that every model was scored on.
+      exit_boundaries: by model, layers below each of its exits, the final one last.
+      tasks: tasks of the mean; by default all that every model was scored on.
 
     Raises:
-      ConfigError: a model was not scored, or not on such a task, or not by a metric that the others
-        have.
+      ConfigError: for a model that was not scored, or not on such a task, or not by a metric that
+        the others have.
     """
     known = {name: _metrics_by_task(scores, name, SCORES) for name in profiles}
     missing = [name for name, found in known.items() if not found]
@@ -155,7 +156,7 @@ def with_benchmarks(
 def _metrics_by_task(
     scores: Sequence[BenchmarkScore], model: str, metrics: Sequence[str]
 ) -> dict[str, set[str]]:
-    """Return the metrics, of these, that a whole model was scored by, by task."""
+    """Return which of `metrics` a whole model was scored by, by task."""
     found: dict[str, set[str]] = {}
     for score in scores:
         if (score.model, score.layers) == (model, 0) and score.metric in metrics:
@@ -178,8 +179,10 @@ def curve(points: Mapping[float, float]) -> tuple[tuple[float, float], ...]:
 class JudgedAnswer(NamedTuple):
     """A judged answer.
 
-    agreement: expected agreement of answers at its depth with those of the whole model, 1 for one
-    of that.
+    Attributes:
+      agreement: expected agreement of answers at its depth with the whole model, 1 for the whole
+        model's own.
+      verdict: the judge's verdict.
     """
 
     agreement: float
@@ -198,7 +201,7 @@ def perplexities(answers: Sequence[JudgedAnswer]) -> dict[float, float]:
 def with_verdicts(profile: ModelProfile, answers: Sequence[JudgedAnswer]) -> ModelProfile:
     """Return a profile whose quality and perplexity come from judged answers.
 
-    The quality is their agreement with the model that judged them, the perplexity that under it.
+    The quality is their agreement with the judging model, the perplexity that under this model.
     """
     found: dict[float, list[float]] = {}
     for answer in answers:

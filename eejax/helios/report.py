@@ -1,4 +1,4 @@
-"""State of a serving fleet, as it is reported to whoever watches it."""
+"""Report on the state of a serving fleet."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class FleetReport(NamedTuple):
       model, depth, layers: the model, and how many of its exits and layers are loaded.
       slots: slots of the model.
       below: share of all tokens that left below their threshold.
-      shortfall: 1 minus the mean quality of the model's audited answers; None, as the next two,
-        where none was audited.
-      bound: an upper bound on it with confidence.
-      perplexity: of those answers under their judge.
+      shortfall: 1 minus the mean quality of the model's audited answers; None, like the next two,
+        if none was audited.
+      bound: upper confidence bound on the shortfall.
+      perplexity: perplexity of those answers under their judge.
       counted: source of energy: "nvml" or "rapl" for joules, or "operations".
       decisions, points: decisions and answers since the last report.
     """

@@ -1,8 +1,8 @@
-"""Measurements of models, on disk: profiles, benchmark scores, and how they did while serving.
+"""Measurements of models on disk: profiles, benchmark scores, and their performance while serving.
 
 HELIOS (Kumar et al., 2025), §3.3.1 and §3.4: the model repository and the performance history
-table. A server that starts again goes on from what is here, as long as it was measured under the
-same conditions.
+table. A restarted server continues from these, as long as they were measured under the same
+conditions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from eejax.helios.quality import BenchmarkScore
 from eejax.helios.stored_rows import check_rows, profile_of
 
 VERSION = 3  # of the tables
-WAIT = 0.2  # seconds: whoever is served waits, too
+WAIT = 0.2  # seconds to wait for a locked file; requests wait meanwhile
 
 _SCHEMA = f"""
 create table if not exists benchmark (
@@ -57,7 +57,7 @@ class MeasurementConditions(NamedTuple):
       model: digest of its parameters and configuration.
       device: kind of the accelerator, or of the processor with its number of cores.
       jax, eejax: versions.
-      serving: the settings that matter, as JSON: slots, context, exits' rules, texts, quality; of
+      serving: the settings that matter, as JSON: slots, context, exits' rules, texts, quality; for
         evaluations, also what their quality is compared with (`judged_by`).
     """
 
@@ -73,14 +73,14 @@ class MeasurementConditions(NamedTuple):
 
     def judged_by(self, **settings: Any) -> MeasurementConditions:
         """Return the conditions of evaluations, whose quality depends on more settings than a
-        profile does."""
+        profile's."""
         serving = json.loads(self.serving) | settings
         return self._replace(serving=json.dumps(serving, sort_keys=True))
 
     def differs(self, key: str) -> str:
         """Describe what changed since a measurement under the conditions of a key."""
         if not key:
-            return "conditions, which were not kept"
+            return "conditions, which were not stored"
         before, now = json.loads(key), self._asdict()
         parts = []
         for name, value in now.items():
@@ -102,9 +102,9 @@ class StoredEvaluation(NamedTuple):
     `prompts` prompts with `tokens` tokens were served by a model with `depth` of its exits loaded.
 
     Attributes:
-      exits: tokens by the exit that they left by.
+      exits: number of tokens by exit.
       counted: unit of the energy in `telemetry`: joules by "nvml" or "rapl", or "operations", which
-        are no energy.
+        are not energy.
       strictness: level of the thresholds (`choices.stricter`).
     """
 
@@ -138,13 +138,13 @@ class Repository:
         self.path = os.path.expanduser(os.fspath(path))
         self.conditions: dict[str, MeasurementConditions] = {}
         self.judged: dict[str, MeasurementConditions] = {}
-        self._benchmarks: dict[str, dict[int, Telemetry]] = {}  # as they were put
+        self._benchmarks: dict[str, dict[int, Telemetry]] = {}  # arguments of `put`
         with self._using("be used as a repository"):
             self._use(opened(self.path))
 
     def _use(self, connection: sqlite3.Connection) -> None:
         self._connection, self._file = connection, identity(self.path)
-        # From Python 3.13 on a connection warns where nobody closed it.
+        # From Python 3.13 on a connection warns if it is not closed.
         weakref.finalize(self, _close, connection).atexit = False
 
     @classmethod
@@ -174,7 +174,7 @@ class Repository:
     @contextlib.contextmanager
     def _writing(self) -> Iterator[sqlite3.Connection]:
         with self._using("be written"):
-            if identity(self.path) != self._file:  # SQLite writes to none that was deleted
+            if identity(self.path) != self._file:  # SQLite cannot write to a deleted file
                 self._renew()
             with self._connection:
                 yield self._connection
@@ -185,13 +185,13 @@ class Repository:
         Benchmarks are copied to it, because candidates are chosen by them.
         """
         old, rows = self._connection, []
-        with contextlib.suppress(sqlite3.Error):  # without them, rather than not at all
+        with contextlib.suppress(sqlite3.Error):  # continue without them if they cannot be read
             rows = old.execute("select * from benchmark").fetchall()
         self._use(opened(self.path, rows))
         old.close()
 
     def put(self, model: str, by_depth: Mapping[int, Telemetry]) -> None:
-        """Replace the benchmark telemetry of a model, by the number of its exits that are loaded.
+        """Replace the benchmark telemetry of a model, by the number of its loaded exits.
 
         Candidates are chosen by it even if the file cannot be written.
         """
@@ -254,7 +254,7 @@ class Repository:
     ) -> tuple[ModelProfile | None, str]:
         """Return (a model's profile under its conditions, its time), or (None, why there is none).
 
-        From now on the model's evaluations are kept with these conditions.
+        From now on the model's evaluations are stored with these conditions.
         """
         self.conditions[model] = conditions
         with self._using("be read"):
@@ -280,8 +280,7 @@ class Repository:
     def evaluated(self, model: str) -> tuple[StoredEvaluation | None, str]:
         """Return (a model's last evaluation under its conditions, when it was), or (None, why not).
 
-        It is the last one with the thresholds of the start. The reason is "" where there is none at
-        all.
+        It is the last one with the initial thresholds. The reason is "" if there is none at all.
         """
         conditions = self._judged(model)
         if conditions is None:
@@ -355,7 +354,7 @@ def advice(path: str) -> str:
     """Say what to do about a path that cannot be used as a repository."""
     folder = os.path.dirname(path) or os.curdir
     if os.path.isdir(path):
-        return "Give a file, as this is a folder."
+        return "Give a file; this is a folder."
     if not os.path.isdir(folder):
         return f"Make the folder {folder}, or give another file."
     if os.path.isfile(path):
@@ -364,13 +363,13 @@ def advice(path: str) -> str:
 
 
 def rebuild(path: str | os.PathLike) -> str | None:
-    """Rename a file that cannot be used aside, and make a new one in its place.
+    """Rename a file that cannot be used, and make a new one in its place.
 
     Returns:
-      Where the old one is now; None where there was none.
+      The new path of the old file; None if there was none.
 
     Raises:
-      DataError: there is something else than a file, or no folder for one; nothing is renamed.
+      DataError: if the path is not a file, or has no folder; nothing is renamed.
     """
     path = os.path.expanduser(os.fspath(path))
     aside = None
@@ -380,7 +379,7 @@ def rebuild(path: str | os.PathLike) -> str | None:
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         numbers = (f"{path}.old-{stamp}{'' if i == 0 else f'-{i}'}" for i in itertools.count())
         aside = next(name for name in numbers if not os.path.exists(name))
-        for suffix in ("", "-journal", "-wal", "-shm"):  # what SQLite has of it beside the file
+        for suffix in ("", "-journal", "-wal", "-shm"):  # SQLite's files beside it
             with contextlib.suppress(FileNotFoundError):
                 os.rename(path + suffix, aside + suffix)
     Repository(path).close()
@@ -396,15 +395,15 @@ def _close(connection: sqlite3.Connection) -> None:
 def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:
     """Open a repository's file, and create it if there is none.
 
-    Rows of benchmarks are written unless it has others in their place. Raises ValueError for a
-    database with other tables, and sqlite3.Error.
+    Rows of `benchmarks` are written unless the file has others in their place. Raises ValueError
+    for a database with other tables, and sqlite3.Error.
     """
     db = sqlite3.connect(path, timeout=WAIT)
     try:
         (version,) = db.execute("pragma user_version").fetchone()
         if found := tables(db):
             check_tables(found, version)
-        else:  # all or nothing, whoever opens it at the same time
+        else:  # in one transaction, as another process may open it at the same time
             made = f"{_SCHEMA} pragma user_version = {VERSION};"
             db.executescript(f"begin immediate; {made} commit;")
         if benchmarks:

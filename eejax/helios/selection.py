@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from eejax.common.errors import ConfigError, require
 from eejax.helios.choices import ControllerOptions, ModelDepth, ModelProfile, breaches
 
-# Of the breaches that are allowed: this share for a choice each time that it had more, up to so
-# often.
+# Each time that a choice had too many breaches, its allowed share is multiplied by CALMER, at most
+# CALMEST times.
 CALMER, CALMEST = 0.8, 4
 
 
 def check_models(profiles: Mapping[str, ModelProfile], budget: float) -> None:
     """Raise ConfigError for no model, or for a budget that does not hold each of them whole."""
-    require(bool(profiles), "profiles", profiles, "must be of one model at least")
+    require(bool(profiles), "profiles", profiles, "must have at least one model")
     for name, profile in profiles.items():
         size = profile.size(profile.exits)
         if size > budget:
@@ -30,13 +30,13 @@ def greedy_depth(
     calm: Callable[[int], bool],
     rank: Callable[[int], tuple[float, float]],
 ) -> int:
-    """Return the best depth from the exit on by which most tokens leave.
+    """Return the best depth at or above the exit by which most tokens leave.
 
     Args:
-      shares: of tokens by exit.
-      least: depth, whatever the shares are.
-      calm: whether breaches are not expected at a depth; at the last one they are not.
-      rank: of a depth by the objective.
+      shares: shares of tokens by exit.
+      least: minimum depth, whatever the shares are.
+      calm: whether no breaches are expected at a depth; at the last one there are none.
+      rank: rank of a depth by the objective.
     """
     exits = len(shares)
     mode = max(range(exits), key=lambda e: (shares[e], -e)) + 1
@@ -47,9 +47,9 @@ def greedy_depth(
 def calm(
     choice: ModelDepth, shares: Sequence[float], options: ControllerOptions, broken: int
 ) -> bool:
-    """Return whether breaches are not expected of a choice.
+    """Return whether no breaches are expected of a choice.
 
-    They are expected the more, the more often (`broken`) there were some.
+    The more often it was breached before (`broken`), the fewer are allowed.
     """
     room = options.breaches / options.window * CALMER ** min(broken, CALMEST)
     return breaches(shares, choice.depth) <= room

@@ -1,4 +1,4 @@
-"""Checks of what a repository's file holds, row by row."""
+"""Checks of the contents of a repository's file, row by row."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ CONDITIONS = (
     "eejax",
     "serving",
 )  # fields of `repository.MeasurementConditions`
-# What a bad value of a row may raise while it is read.
+# Errors that a bad value of a row may raise while it is read.
 BAD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, OSError, RecursionError)
 
 
 def check_rows(db: sqlite3.Connection) -> None:
-    """Raise ValueError, which names the table, the row and the value, for a row that cannot be
-    used."""
+    """Raise ValueError, which names table, row and value, for a row that cannot be used."""
     exits: dict[str, int] = {}  # by digest of a model
     for number, model, conditions, time, text in _rows(db, "profile", _PROFILE):
         with _Named("profile", number):

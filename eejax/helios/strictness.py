@@ -1,4 +1,4 @@
-"""Strictness of a model as audits ask for it: its least depth, and its thresholds."""
+"""Strictness of a model as required by audits: its minimum depth, and its thresholds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import dataclasses
 from eejax.helios.choices import STRICTEST
 from eejax.helios.disagreement_bound import DisagreementBound
 
-LONGEST_REST = 6  # doublings of the assessments before a model may be less strict
+MAX_REST = 6  # maximum doublings of the assessments before a model may be less strict
 
 
 @dataclasses.dataclass(frozen=True)
 class Strictness:
-    """The least depth and the thresholds that audits ask for.
+    """The minimum depth and the thresholds that audits require.
 
     Attributes:
-      least: exits that are loaded at least.
-      level: of its thresholds (`choices.stricter`).
+      least: minimum number of loaded exits.
+      level: level of the thresholds (`choices.stricter`).
       failed: audits so far that found too many wrong tokens.
       rest: assessments before the model may be less strict.
     """
@@ -30,8 +30,8 @@ class Strictness:
 def too_many(audit: DisagreementBound, allowed: float, expected: float) -> bool:
     """Return whether audited answers have a larger share of wrong tokens than is allowed.
 
-    Either that is certain, or as many answers with the expected share would have shown that the
-    limit is kept, and these do not.
+    Either that is certain, or these answers do not show that the limit is kept although as many
+    answers with the expected share would have.
     """
     if audit.share <= allowed:
         return False
@@ -39,20 +39,21 @@ def too_many(audit: DisagreementBound, allowed: float, expected: float) -> bool:
 
 
 def tightened(state: Strictness, level: int, depth: int, exits: int) -> Strictness | None:
-    """Return the next step for a model.
+    """Return the next stricter step for a model, or None if there is none.
 
-    It is another exit or, with all of them loaded, thresholds one level stricter. None where
-    neither is left, which is no failure: rest is for the next step, and every audit that comes
-    meanwhile would make it longer.
+    It is another exit or, with all of them loaded, thresholds one level stricter. None does not
+    count as a failure, because every further audit would then lengthen the rest.
 
     Args:
-      level: of the thresholds that it serves with, which a limit may have made the strictest.
-      depth: exits that are loaded, of so many.
+      state: the present strictness.
+      level: level of the thresholds in use, which a limit may have made the strictest.
+      depth: number of loaded exits.
+      exits: number of exits of the model.
     """
     if depth == exits and level >= STRICTEST:
         return None
     failed = state.failed + 1
-    state = dataclasses.replace(state, failed=failed, rest=2 ** min(failed, LONGEST_REST))
+    state = dataclasses.replace(state, failed=failed, rest=2 ** min(failed, MAX_REST))
     if depth < exits:
         return dataclasses.replace(state, least=depth + 1)
     return dataclasses.replace(state, level=state.level + 1)
@@ -62,9 +63,10 @@ def assessed(state: Strictness, bound: float, allowed: float) -> Strictness:
     """Return the state after an assessment.
 
     Args:
-      bound: on the share of wrong tokens, by audits since the last assessment.
-      allowed: that share; with at most half of it the model was stricter than it had to be, and
-        once it has rested one step is taken back, the last one first.
+      state: the present strictness.
+      bound: upper bound on the share of wrong tokens from audits since the last assessment.
+      allowed: maximum of that share. With at most half of it the model was stricter than needed,
+        and once it has rested, the last step is taken back.
     """
     state = dataclasses.replace(state, rest=max(0, state.rest - 1))
     if bound > allowed / 2 or state.rest:

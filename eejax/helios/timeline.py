@@ -1,8 +1,8 @@
-"""Performance over prompts, with marks for what a fleet decided meanwhile.
+"""Performance over prompts, with marks for the decisions of a fleet.
 
 HELIOS (Kumar et al., 2025), Figures 13, 14 and 16: throughput, time to first token and perplexity
 over the number of the prompt, with vertical lines for reassessments, LD where more layers of a
-model are loaded, and SW where another model comes to serve.
+model are loaded, and SW where another model takes over.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 from eejax.helios.choices import Decision
 
 EVENT_KINDS = {"evaluate": "reassessment", "grow": "LD", "tighten": "LD", "switch": "SW"}
-WINDOW = 10  # answers that a rate is of
+WINDOW = 10  # answers over which a rate is computed
 
 
 class DecisionMark(NamedTuple):
-    """A decision. kind: as in `EVENT_KINDS`."""
+    """A mark of a decision, whose kind is a value of `EVENT_KINDS`."""
 
     kind: str
     why: str
@@ -40,14 +40,14 @@ class TimelinePoint(NamedTuple):
     """An answer.
 
     Attributes:
-      time: when it was there, in seconds.
-      model, depth: that gave its last tokens, and how many exits were loaded.
-      tokens: of the answer.
-      ttft: seconds from when the request came to its first token.
-      seconds: from then to its end.
-      perplexity: exp(-mean log-probability) of its tokens under the model that gave them, at the
-        exits that they left by; None where that is not known.
-      marks: of the decisions since the answer before this one.
+      time: time of its end, in seconds.
+      model, depth: the model of its last tokens, and the number of its loaded exits.
+      tokens: number of tokens.
+      ttft: seconds from the request's arrival to its first token.
+      seconds: seconds from then to its end.
+      perplexity: exp(-mean log-probability) of its tokens under the model that emitted them, at
+        their exits; None if unknown.
+      marks: marks of the decisions since the previous answer.
     """
 
     time: float
@@ -61,7 +61,7 @@ class TimelinePoint(NamedTuple):
 
 
 class AnswerTimeline:
-    """The last answers, in order, with the decisions that came between them."""
+    """The last answers, in order, with the decisions between them."""
 
     def __init__(self, kept: int):
         self._points: collections.deque[TimelinePoint] = collections.deque(maxlen=kept)
@@ -98,7 +98,7 @@ class AnswerTimeline:
 def rates(points: Sequence[TimelinePoint], amounts: Sequence[float]) -> list[float | None]:
     """Return amounts per second over the last `WINDOW` answers.
 
-    None for the first, and where no time went by.
+    A rate is None for the first answer, and if no time passed.
     """
     found: list[float | None] = []
     for i, point in enumerate(points):

@@ -1,7 +1,7 @@
-"""Transitions of the controller: for each event, what it makes of the state and what it decides.
+"""Transitions of the controller: the next state and the decision for each event.
 
-HELIOS (Kumar et al., 2025), section 3. Where its Algorithm 1 and its text differ, the text rules:
-the counter of confidence breaches looks at a window of tokens.
+HELIOS (Kumar et al., 2025), section 3. Where its Algorithm 1 and its text differ, this follows the
+text: the counter of confidence breaches covers a window of tokens.
 
 A function is named for its event. It takes the state, the time of the event in seconds and its
 details, and returns a `Transition`. It is pure: it touches no clock, device, file or thread, and
@@ -28,19 +28,22 @@ def rules_changed(state: ControllerState, time: float, rules: ControllerRules) -
 def device_reported(
     state: ControllerState, time: float, depths: Mapping[str, int], num_cached_tokens: int
 ) -> Transition:
-    """Note exits by model and tokens on the device: until then, what serves and one prompt."""
+    """Record the loaded exits by model and the number of tokens on the device.
+
+    Before the first report these are the current choice and one prompt.
+    """
     return Transition(state.replaced(depths=depths, num_cached_tokens=num_cached_tokens))
 
 
 def prompt_arrived(state: ControllerState, time: float) -> Transition:
-    """Assign a prompt: while another model is evaluated, to what served before."""
+    """Assign a prompt; while another model is evaluated, most go to the previous choice."""
     state = state.replaced(prompts=state.prompts + 1)
     outcome = Transition(state)
     if state.plan:
-        seen, serving = state.plan[0], state.serving
-        if state.wanted == state.current == seen.choice and seen.left:
-            state = state.with_first(evaluations.assign_prompt(seen, time))
-            return Transition(state, assignment=Assignment(seen.choice, True))
+        running, serving = state.plan[0], state.serving
+        if state.wanted == state.current == running.choice and running.left:
+            state = state.with_first(evaluations.assign_prompt(running, time))
+            return Transition(state, assignment=Assignment(running.choice, True))
         if serving is not None and serving in state.depths:
             choice = ModelDepth(serving, state.depths[serving])
             return Transition(state, assignment=Assignment(choice, False))
@@ -53,7 +56,7 @@ def prompt_arrived(state: ControllerState, time: float) -> Transition:
 
 
 def model_loaded(state: ControllerState, time: float, choice: ModelDepth) -> Transition:
-    """Serve a choice from now on that is loaded, if it is what is wanted."""
+    """Serve a loaded choice from now on, if it is the wanted one."""
     if not choice == state.wanted != state.current:
         return Transition(state)
     window = breach_window.clear(state.window)
@@ -65,7 +68,7 @@ def model_loaded(state: ControllerState, time: float, choice: ModelDepth) -> Tra
 
 
 def depth_limited(state: ControllerState, time: float, choice: ModelDepth) -> Transition:
-    """Want no more than a choice of the model that is wanted, as no more can be loaded."""
+    """Limit the wanted model to a depth, because no more of it can be loaded."""
     return Transition(state.replaced(wanted=choice))
 
 
@@ -79,17 +82,17 @@ def tokens_emitted(
 ) -> Transition:
     """Count tokens of a model, in order.
 
-    Nothing is decided from tokens of a model that is evaluated or does not serve any more, nor of a
-    request with an objective of its own.
+    Tokens of a model that is evaluated or no longer serves lead to no decision; neither do those of
+    a request with its own objective.
 
     Args:
       below: for each token, whether it left below its threshold.
-      own: they are of a request with an objective of its own.
+      own: whether they belong to a request with its own objective.
     """
     counts = dict(below=state.below + sum(below), emitted=state.emitted + len(below))
     if state.plan and state.plan[0].choice == state.current and state.plan[0].model == model:
-        seen = evaluations.count_tokens(state.plan[0], () if own else below)
-        return Transition(state.with_first(seen).replaced(**counts))
+        running = evaluations.count_tokens(state.plan[0], () if own else below)
+        return Transition(state.with_first(running).replaced(**counts))
     if own or not state.serves(model):
         return Transition(state.replaced(**counts))
     window, share = breach_window.count_tokens(state.window, below)
@@ -102,8 +105,8 @@ def first_token_emitted(
 ) -> Transition:
     """Count the seconds from a request's arrival to its first token.
 
-    A request that came before what serves was loaded, or while a model is evaluated, waited for
-    that. It does not count unless what it waited since then is more than the limit by itself.
+    A request that arrived before the current choice was loaded, or during an evaluation, waited for
+    that. It counts only if its wait since then exceeds the limit by itself.
     """
     since, limit = time - state.since, state.rules.objective.limits.get("ttft_p99", math.inf)
     before, current = seconds > since and since <= limit, state.current
@@ -117,7 +120,7 @@ def first_token_emitted(
 def answer_failed(state: ControllerState, time: float, model: str) -> Transition:
     """Count an answer, not one of an evaluation, that ended in an error.
 
-    As many of them as an evaluation has prompts lead to one.
+    As many such answers as an evaluation has prompts start an evaluation.
     """
     if state.plan and state.plan[0].model == model:
         return _evaluation_failed(state, time)
@@ -132,21 +135,21 @@ def answer_failed(state: ControllerState, time: float, model: str) -> Transition
 def prompt_answered(
     state: ControllerState, time: float, model: str, telemetry: Telemetry, exits: Sequence[int]
 ) -> Transition:
-    """Add an evaluation's answer, as it was measured, and the exits that its tokens left by."""
+    """Add the telemetry of an evaluation's answer, and the exits by which its tokens left."""
     if not _is_open(state, model):
         return Transition(state)
     exits = [e for e in exits if 0 <= e < state.rules.profiles[model].exits]
-    if not exits:  # which says nothing
+    if not exits:  # no token, so no information
         return prompt_dropped(state, time, model)
-    seen = evaluations.record_answer(state.plan[0], telemetry, exits)
-    state = state.with_first(seen)
-    return decisions.finish_evaluation(state, time) if seen.done else Transition(state)
+    running = evaluations.record_answer(state.plan[0], telemetry, exits)
+    state = state.with_first(running)
+    return decisions.finish_evaluation(state, time) if running.done else Transition(state)
 
 
 def prompt_dropped(
     state: ControllerState, time: float, model: str, failed: bool = False
 ) -> Transition:
-    """Give an evaluation another prompt; a model that `failed` too often is given up."""
+    """Give an evaluation another prompt, or give up a model that `failed` too often."""
     if not _is_open(state, model):
         return Transition(state)
     state = state.with_first(evaluations.return_prompt(state.plan[0]))
@@ -156,10 +159,11 @@ def prompt_dropped(
 def answers_audited(
     state: ControllerState, time: float, model: str, audit: DisagreementBound
 ) -> Transition:
-    """Load another exit of the model that serves, or raise thresholds, as its audits ask for it.
+    """Load another exit of the serving model, or raise thresholds, if its audits require it.
 
-    They do with too many wrong tokens (`strictness.too_many`). Where the whole model would not keep
-    the limit either, better models are evaluated, if there are any, once between two assessments.
+    They do if there are too many wrong tokens (`strictness.too_many`). If the whole model would not
+    keep the limit either, better models are evaluated, if there are any, once between two
+    assessments.
     """
     current, allowed = state.current, state.rules.allowed
     if current is None or state.wanted != current or state.plan or model != state.serving:
@@ -172,7 +176,7 @@ def answers_audited(
     others = () if model in state.compared else prospects.better_in_quality(state, model)
     if others and prospects.quality(state, model) < 1 - allowed:
         state = state.replaced(compared=state.compared | {model})
-        # Its own answers may be worse than expected.
+        # The model itself is evaluated too: its answers may be worse than expected.
         return decisions.evaluate(state, time, why, [model, *others])
     now, exits = state.strictness[model], state.rules.profiles[model].exits
     now = strictness.tightened(now, prospects.level(state, model), current.depth, exits)
@@ -186,13 +190,13 @@ def answers_audited(
 
 
 def _evaluation_failed(state: ControllerState, time: float) -> Transition:
-    seen = evaluations.record_failure(state.plan[0])
-    state = state.with_first(seen)
-    if seen.failed < state.rules.options.prompts:
+    running = evaluations.record_failure(state.plan[0])
+    state = state.with_first(running)
+    if running.failed < state.rules.options.prompts:
         return Transition(state)
-    return decisions.give_up(state, time, seen.model, "its answers end in errors")
+    return decisions.give_up(state, time, running.model, "its answers end in errors")
 
 
 def _is_open(state: ControllerState, model: str) -> bool:
-    """Return whether a model is evaluated and owes an answer."""
+    """Return whether a model is being evaluated and an answer is missing."""
     return bool(state.plan) and state.plan[0].model == model and bool(state.plan[0].open)

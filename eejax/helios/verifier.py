@@ -1,8 +1,8 @@
-"""Judge an answer with the whole of a model.
+"""Audits of answers by a whole model.
 
-The answer runs through the whole model once. For each token it finds whether the whole model would
-have chosen it, and how likely it was. Layers that are not loaded are brought one at a time and
-freed again, so that an audit needs room for one (`capacity.audit_bytes`).
+The answer runs through the whole model once. The result says for each token whether the whole model
+would have chosen it, and how likely it was. Layers that are not loaded are brought one at a time
+and freed again, so an audit needs room for one layer (`capacity.audit_bytes`).
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ from eejax.models.config import ModelConfig
 
 
 class AnswerVerifier:
-    """Judges answers with the whole of a model."""
+    """Judge of answers that runs the whole model."""
 
     def __init__(self, host: Tree, config: ModelConfig):
-        """Take the training tree `host`; as `on_host` made it, there is no second copy of it."""
+        """Keep the training tree `host`, without a second copy if `on_host` made it."""
         self._host, self.config = on_host(host, config), config
 
     def judge(
         self, loaded: Weights | None, prompt: Sequence[int], tokens: Sequence[int]
     ) -> AnswerAudit:
-        """Judge the tokens behind a prompt.
+        """Judge the tokens after a prompt.
 
         One program is compiled for each power of two of tokens, and for each kind of layers.
 
         Args:
-          loaded: the model's first segments, as far as they are on the device; None: not even its
-            embeddings are, which are brought as well.
+          loaded: the model's first segments, as far as they are on the device; None if nothing is
+            loaded, and the embeddings are brought too.
         """
-        require(len(prompt) > 0, "prompt", prompt, "must have one token at least")
+        require(len(prompt) > 0, "prompt", prompt, "must have at least one token")
         config = self.config
         if loaded is None:
             loaded = Weights((), _brought(unlayered_params(self._host, config, 0)))
@@ -56,7 +56,7 @@ class AnswerVerifier:
         width = next(n for n in scoring.lengths(config.context_length + 1) if n >= len(text))
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(text)] = text
-        # Early exits are not asked, and are other ones at every depth.
+        # Early exits are not used, and differ from depth to depth.
         params = {k: v for k, v in loaded.params.items() if k != "exits"}
         x = _embedded(params, padded, config=config)
         n = len(loaded.segments)
@@ -70,7 +70,7 @@ class AnswerVerifier:
         for i, layer in enumerate(there):
             x = run(i, layer, x)
         for i, layer in enumerate(rest, len(there)):
-            # It goes before the next one comes.
+            # The layer is freed before the next one is brought.
             x = jax.block_until_ready(run(i, _brought(layer), x))
         if "final" not in params:
             params["final"] = _brought(self._host["final"])
@@ -83,9 +83,10 @@ class ReferenceJudge:
     """The model that judges the answers of all members of a fleet.
 
     Attributes:
-      name: of the member that it is, which is judged by what is loaded of it; None: of none.
-      least: the lowest perplexity of the members' answers, over which an answer's own is its
-        quality; None: its quality is the share of tokens that this model would have chosen.
+      name: name of the member that this model is, whose loaded segments are used; None if it is
+        not a member.
+      least: the lowest perplexity of the members' answers, whose ratio to an answer's perplexity is
+        its quality; None if the quality is the share of tokens that this model would have chosen.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ def _embedded(params, tokens, *, config):
 
 @partial(jax.jit, static_argnames=("config", "window", "rope"))
 def _through(layer, x, *, config, window, rope):
-    # With buffers of keys and values, and so by the very kernel, as whoever serves.
+    # With buffers of keys and values, so that the same kernel runs as in the engine.
     positions = jnp.arange(x.shape[1])[None]
     context = layers.make_context(
         config, positions, key_positions=positions, start=jnp.zeros((1,), jnp.int32)

@@ -1,4 +1,5 @@
-"""Early exit that is never slower than none: exits are turned off where they do not pay."""
+"""Generation whose exits are turned off where they do not pay, so that it is never slower than
+without."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from eejax.inference.state import DecodeRecord, EngineState
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
-ENGINES = ("recompute", "speculative")  # those that make the full model's tokens without exits
+ENGINES = ("recompute", "speculative")  # without exits they emit the full model's tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +30,7 @@ class AutoGenerator(Decoder):
     """A generator whose exits, or the drafts they make, `payoff` turns on and off.
 
     Calls of `chunk` steps are timed, with and without exits in turn, at first and then now and then
-    (`Payoff`); the calls between them take what was faster. Both are the same program. Tokens of
+    (`Payoff`); the calls between them use the faster way. Both are the same program. Tokens of
     calls without exits are the full model's, so which tokens come from exits depends on the
     machine. Where texts must not depend on it, choose an engine. (Tokens of "speculative" are the
     full model's in any case.) `payoff` continues from request to request.

@@ -1,4 +1,4 @@
-"""Costs of the early-exit engine on this machine, measured with itself, and its best plan."""
+"""Measured costs of the early-exit engine on this machine, and its best plan."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def samples(
 ) -> list[tuple[WorkCounts, float]]:
     """Measure calls of random work: a list of (work, seconds).
 
-    Plans, thresholds, drafts and prompts are drawn at random. Plans change no text, and nothing
-    here changes the engine. Raises ConfigError where there are no prompts or no calls.
+    Plans, thresholds, drafts and prompts are drawn at random. Plans change no text, and the engine
+    stays as it is. Raises ConfigError if there are no prompts or no calls.
     """
     require_count("calls", calls)
     require(len(prompts) > 0, "prompts", prompts, "must be one at least")
@@ -64,18 +64,18 @@ def samples(
     found: list[tuple[WorkCounts, float]] = []
     state, left = engine.start(), np.zeros(slots, int)
     buckets = engine.options.buckets
-    most = max(1, engine.context // 2)  # of a prompt: room to decode
+    max_prompt = max(1, engine.context // 2)  # leaves room to decode
     while len(found) < calls:
         if not left.any() or rng.random() < 0.1:
             few = int(rng.integers(1, slots + 1)) if rng.random() < 0.5 else slots
             chosen = rng.permutation(slots)[:few].tolist()
-            texts = [list(prompts[int(rng.integers(len(prompts)))])[:most] for _ in chosen]
+            texts = [list(prompts[int(rng.integers(len(prompts)))])[:max_prompt] for _ in chosen]
             limit = [engine.context - len(t) for t in texts]
             policy = ExitPolicy.make(
                 config,
                 few,
                 rng.choice(THRESHOLDS, (few, 1)).repeat(config.n_exits, 1),
-                drafts=rng.integers(0, engine.options.most_drafts + 1, few).tolist(),
+                drafts=rng.integers(0, engine.options.max_drafts + 1, few).tolist(),
             )
             request = RequestRows.make(
                 config, [len(t) for t in texts], limit, policy, SamplingParams.make(few)
@@ -118,13 +118,13 @@ def measure(engine: EarlyExitEngine, prompts: Sequence[Sequence[int]], **kwargs)
 
 
 def engine_sizes(engine: EarlyExitEngine) -> EngineSizes:
-    """Return what `simulate` and `best_plan` need to know of an engine."""
+    """Return the sizes of an engine that `simulate` and `best_plan` need."""
     options = engine.options
     return EngineSizes(
         slots=engine.slots,
         buckets=options.buckets,
         cap=options.cap,
-        drafts=options.most_drafts,
+        drafts=options.max_drafts,
         chunk=options.prompt_rows,
         span=SPAN,
         prompt_span=PROMPT_SPAN,
@@ -137,7 +137,7 @@ class TunedEngine(NamedTuple):
     Attributes:
       drafts: drafts that requests should allow.
       costs: measured costs of the engine.
-      simulated: what the simulator predicts.
+      simulated: predicted outcome.
     """
 
     engine: EarlyExitEngine
@@ -158,11 +158,11 @@ def tune(
 ) -> TunedEngine:
     """Find the plan with the most tokens a second for requests like these.
 
-    Takes as long as `measure`, unless `costs` are given, and a few seconds more.
+    It takes a few seconds longer than `measure`, or a few seconds if `costs` are given.
 
     Args:
-      prompts: as many as there are slots are enough.
-      new: tokens that are decoded of each, to see by which exits they leave.
+      prompts: token ids of typical prompts; as many as there are slots are enough.
+      new: tokens to decode for each prompt, which show by which exits they leave.
       bound: as in `best_plan`, in seconds.
       rules: arguments of `ExitPolicy.make` but `drafts`, which are found.
 
@@ -171,7 +171,7 @@ def tune(
     """
     traces = trace_requests(
         engine, prompts, new, stop_token_ids, **rules
-    )  # first: it checks what is given
+    )  # before the measurement, because it checks the arguments
     costs = measure(engine, prompts) if costs is None else costs
     found = best_plan(traces, costs, engine_sizes(engine), bound=bound)
     engine = dataclasses.replace(engine, plan=found.plan)
@@ -187,13 +187,13 @@ def trace_requests(
 ) -> list[RequestTrace]:
     """Trace what the engine decodes for a batch of prompts, with as many drafts as it can make.
 
-    For a token from which nothing was drafted it is unknown whether a draft would have been
-    accepted. Such drafts are accepted as often as the others. Raises as `tune`.
+    Where nothing was drafted from a token, it is unknown whether a draft would have been accepted.
+    Such drafts are taken to be accepted as often as the others. Raises as `tune`.
     """
     require(len(prompts) > 0, "prompts", prompts, "must be one at least")
     require_count("new", new)
     require("drafts" not in rules, "drafts", rules.get("drafts"), "must be left to the plan")
-    slots, config, drafts = engine.slots, engine.config, engine.options.most_drafts
+    slots, config, drafts = engine.slots, engine.config, engine.options.max_drafts
     texts = [list(prompts[i % len(prompts)]) for i in range(slots)]
     limits = [min(new, engine.context - len(t)) for t in texts]
     policy = ExitPolicy.make(config, slots, drafts=drafts, **rules)

@@ -1,7 +1,7 @@
 """Simulator of the early-exit engine: its schedule on recorded exits, with measured costs.
 
-The decisions are the engine's own (`schedule`); what each token does is read from a trace. So the
-numbers of segments, buckets and spans that run are exactly the engine's, and only their seconds are
+The decisions are the engine's own (`schedule`); the exits of each token are read from a trace. So
+the numbers of segments, buckets and spans that run are exactly the engine's. Only their seconds are
 a model: `StepCosts`, fitted to runs of the engine itself.
 """
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.inference.schedule import (
-    FIRST_ACCEPTANCE,
     IN_PLACE,
+    INITIAL_ACCEPTANCE,
     PACKED,
     BatchPlan,
     SlotProgress,
@@ -53,7 +53,7 @@ class RequestTrace:
             and self.drafts >= 0,
             "trace",
             self,
-            "must have a prompt, and of each token an exit and whether it was right",
+            "must have a prompt, and for each token an exit and whether it was right",
         )
 
 
@@ -63,11 +63,11 @@ class StepCosts:
 
     Attributes:
       step: a step that runs nothing.
-      layer: [modes] a layer in place, then with each bucket.
+      layer: [modes] a layer, in place and then with each bucket.
       exit_check: [modes] an exit's head and gates.
       span: attention of a layer for one span.
       chunk: a chunk of prompts.
-      chunk_span: one of its spans.
+      chunk_span: one span of a chunk.
       depths: [segments] layers of each segment.
     """
 
@@ -142,7 +142,7 @@ class SimulatedBatch:
       emitted: for each request, when its tokens were emitted.
       arrived: for each request, when it got its slot.
       counts: the work that was run.
-      seconds: all of it.
+      seconds: duration of the whole simulation.
     """
 
     emitted: list[list[float]]
@@ -198,7 +198,7 @@ def simulate(
     *,
     steps: int = 1,
 ) -> SimulatedBatch:
-    """Simulate requests that run in order, each as soon as a slot is free.
+    """Simulate requests that start in order, each as soon as a slot is free.
 
     Slots are filled after every `steps` steps, and when all are free.
 
@@ -215,20 +215,23 @@ def simulate(
         np.shape(plan.packed) == (n + 1, known),
         "plan",
         plan,
-        f"must be of the costs' {n + 1} segments and {known} buckets",
+        f"must have the {n + 1} segments and {known} buckets of the costs",
     )
     deepest = max((max(t.exits) for t in traces), default=0)
     require(
-        deepest <= n, "traces", f"exit {deepest}", f"must be of exits 0..{n}, whose costs are known"
+        deepest <= n,
+        "traces",
+        f"exit {deepest}",
+        f"must have exits in 0..{n}, whose costs are known",
     )
     filled = np.zeros((slots, n + 1), int)
     position, remaining, given, since, most = (np.zeros(slots, int) for _ in range(5))
-    holder, share = np.full(slots, -1), np.full(slots, FIRST_ACCEPTANCE, np.float32)
+    holder, share = np.full(slots, -1), np.full(slots, INITIAL_ACCEPTANCE, np.float32)
     waiting = iter(range(len(traces)))
     emitted: list[list[float]] = [[] for _ in traces]
     arrived = [0.0] * len(traces)
     counts, now, clock, refilled = WorkCounts.blank(n + 1, len(buckets)), 0.0, 0, 0
-    guessed: set[tuple[int, int]] = set()  # slots and rows behind which a draft is read
+    guessed: set[tuple[int, int]] = set()  # (slot, row) whose next row reads a draft
 
     def progress():
         return SlotProgress(filled, position, remaining, given)
@@ -282,7 +285,7 @@ def simulate(
                     trace = traces[r]
                     given[i], position[i] = trace.prompt, trace.prompt - 1
                     remaining[i], most[i] = len(trace.exits), min(trace.drafts, drafts)
-                    since[i], arrived[r], share[i] = clock, now, FIRST_ACCEPTANCE
+                    since[i], arrived[r], share[i] = clock, now, INITIAL_ACCEPTANCE
         if not (remaining > 0).any():
             break
         work = WorkCounts.blank(n + 1, len(buckets))
@@ -336,8 +339,8 @@ def fit(
     """Fit costs to samples of work, by least squares of their relative errors.
 
     No cost is negative, and those of packed rows and of exits are linear in the number of rows: the
-    samples are too few and too noisy to tell what each bucket takes by itself. Raises ConfigError
-    where there are no samples.
+    samples are too few and too noisy to fit each bucket by itself. Raises ConfigError if there are
+    no samples.
     """
     from scipy.optimize import nnls
 
@@ -360,7 +363,7 @@ def fit(
             ]
         )
         seconds.append(took)
-    require(bool(rows), "samples", rows, "must be of one call at least")
+    require(bool(rows), "samples", rows, "must have at least one call")
     a, b = np.array(rows), np.array(seconds)
     x, _ = nnls(a / b[:, None], np.ones(len(b)))
     step, in_place, layer, row, look, look_row, span, chunk, chunk_span = map(float, x)
@@ -396,20 +399,27 @@ def best_plan(
     Plans that delay requests for some numbers of slots and of steps are simulated, each with no
     drafts, with half of the engine's, and with all.
 
-    bound: seconds that 99 of 100 tokens may take after the one before; where no plan keeps it, the
-    one that comes nearest is chosen. Raises as `simulate`, and where there are no traces.
+    Args:
+      traces: requests to simulate.
+      costs: costs of the engine's steps.
+      engine: its sizes.
+      bound: 99th percentile of the seconds between two tokens that a plan must keep; if none does,
+        the plan that comes nearest is chosen.
+
+    Raises:
+      ConfigError: as `simulate`, and if there are no traces.
     """
     slots, drafts = engine.slots, engine.drafts
-    require(len(traces) > 0, "traces", traces, "must be of one request at least")
+    require(len(traces) > 0, "traces", traces, "must have at least one request")
     require(bound is None or bound >= 0, "bound", bound, "must be seconds, or None")
     fills = sorted({1, *(-(-slots * part // 4) for part in (1, 2, 3)), slots + 1})
     tried = []
     for most in sorted({0, drafts // 2, drafts}):
         own = [dataclasses.replace(t, drafts=most) for t in traces]
         for fill, patience in itertools.product(fills, (1, 2, 4, 6)):
-            if fill == 1 and patience > 1:  # nobody waits
+            if fill == 1 and patience > 1:  # no slot waits, so patience changes nothing
                 continue
-            # Who is held back is so before the first segment that not all go through.
+            # Slots are delayed below the second segment, the first that not all of them run.
             holds = [1, fill, *(1 for _ in costs.depths[2:])][: len(costs.depths)]
             plan = costs.plan(engine.buckets, slots, holds, patience)
             result = simulate(own, plan, costs, engine)

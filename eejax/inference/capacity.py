@@ -1,9 +1,9 @@
 """Memory of engines, from shapes alone: how many requests a budget holds.
 
 HELIOS (Kumar et al., 2025) loads a prefix of a model's layers so that more requests fit beside it.
-Counted is what stays on the device between steps: the weights and the state of a `EarlyExitEngine`.
-Temporary buffers of a step, compiled programs and gaps of the allocator come on top: a budget has
-to leave room for them.
+The count has what stays on the device between steps: the weights and the state of an
+`EarlyExitEngine`. A budget has to leave room for what comes on top: temporary buffers of a step,
+compiled programs and gaps of the allocator.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ def weight_bytes(config: ModelConfig, depth: int) -> int:
     a depth that does not exist.
     """
     require_count("depth", depth)
-    most = config.n_exits + 1
-    require(depth <= most, "depth", depth, f"must be in 1..{most}, the segments of this model")
+    n = config.n_exits + 1
+    require(depth <= n, "depth", depth, f"must be in 1..{n}, the segments of this model")
     prepared = partial(prepare, config=config, num_segments=depth)
     return nbytes(jax.eval_shape(prepared, params.shapes(config)))
 
 
 @cache
 def audit_bytes(config: ModelConfig, depth: int) -> int:
-    """Return the bytes that come to the device while a model judges an answer.
+    """Return the bytes that are loaded while a model judges an answer.
 
-    These are one layer at a time and the final exit, beside the first `depth` segments; with depth
+    They hold one layer at a time and the final exit, beside the first `depth` segments; with depth
     0 the embeddings too.
     """
     if depth > config.n_exits:
@@ -49,8 +49,8 @@ def audit_bytes(config: ModelConfig, depth: int) -> int:
     whole = jax.eval_shape(partial(prepare, config=config), params.shapes(config))
     missing = [layer for segment in whole.segments[depth:] for layer in segment]
     rest = {k: v for k, v in whole.params.items() if k not in ("exits", "final")}
-    most = max(map(nbytes, [*missing, whole.params["final"]]))
-    return most if depth else most + nbytes(rest)
+    largest = max(map(nbytes, [*missing, whole.params["final"]]))
+    return largest if depth else largest + nbytes(rest)
 
 
 def request_bytes(
@@ -59,10 +59,10 @@ def request_bytes(
     """Return the bytes of one more slot in an engine's state.
 
     A slot has keys and values in `depth` segments, the rows that wait below them, the states behind
-    them where segments may be added, and its request. `num_segments` is set here. Raises as
+    them if segments may be added, and its request. `num_segments` is set here. Raises as
     `EarlyExitEngine.make`.
     """
-    options = options.resolved(config, 1)  # the same for both
+    options = options.resolved(config, 1)  # the same buckets for both numbers of slots
     one, two = (_state_bytes(config, options, depth, context, n) for n in (1, 2))
     return two - one
 
@@ -83,24 +83,26 @@ def slots(
     depth: int,
     context: int | None,
     budget: float,
-    most: int | None = None,
+    max_slots: int | None = None,
 ) -> int:
-    """Return the most slots, up to `most`, of an engine that fits into `budget` bytes.
+    """Return the largest number of slots, up to `max_slots`, with which an engine fits into
+    `budget` bytes.
 
-    Returns 0 where not even one slot fits. Raises as `request_bytes`, for a budget that is
-    not a number, and for an infinite one without `most`.
+    The result is 0 if not even one slot fits. Raises as `request_bytes`, for a budget that is not a
+    number, and for an infinite one without `max_slots`.
     """
-    ends = isinstance(budget, int | float) and budget < math.inf  # not so of NaN
-    endless = budget == math.inf and most is not None
-    require(ends or endless, "budget", budget, "must be a number of bytes", "Or give `most`, too.")
-    if most is not None:
-        require_count("most", most, least=0)
+    ends = isinstance(budget, int | float) and budget < math.inf  # False for NaN
+    endless = budget == math.inf and max_slots is not None
+    fix = "Or give `max_slots`, too."
+    require(ends or endless, "budget", budget, "must be a number of bytes", fix)
+    if max_slots is not None:
+        require_count("max_slots", max_slots, least=0)
     each = request_bytes(config, options, depth, context)
     room = budget - weight_bytes(config, depth)
-    fits = [] if most is None else [most]
+    fits = [] if max_slots is None else [max_slots]
     n = min(fits if endless else [*fits, max(int(room // each), 0)])
 
-    # What slots share is little, and follows from their number: the buckets that there are for it.
+    # Slots share little: the buckets, whose number depends on the number of slots.
     def one(n):
         return _state_bytes(config, options.resolved(config, n), depth, context, 1)
 
@@ -114,7 +116,7 @@ def _state_bytes(config, options, depth, context, n) -> int:
 
     def start(p):
         engine = EarlyExitEngine.make(p, config, options, slots=n, context=context)
-        # As `EarlyExitEngine.start`, which looks where its weights lie, and here they lie nowhere.
+        # As `EarlyExitEngine.start`, which needs weights on a device.
         return blank(
             engine.weights,
             engine.plan,

@@ -22,7 +22,7 @@ from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 
 STEPS = {"posthoc": posthoc.step, "propagate": propagate.step}
-"""Steps of the engines that are no settings of `engine_step`."""
+"""Steps of the engines that `engine_step` does not run."""
 
 
 def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> BatchPlan:
@@ -37,7 +37,7 @@ def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> Bat
         slots,
         options.buckets,
         fill=slots + 1 if waits else 1,
-        patience=options.most_drafts if waits else 0,
+        patience=options.max_drafts if waits else 0,
         draft_cost=draft_cost(config, options),
     )
 
@@ -52,7 +52,7 @@ def step(
 ) -> tuple[EngineState, DecodeRecord]:
     """Run a step of any engine without stages. Records are [drafts + 1, slots].
 
-    prompts: requests may bring prompts that have not run.
+    prompts: whether requests may bring prompts that have not run.
     """
     if run := STEPS.get(options.engine):
         state, record = run(weights, state, config=config, options=options)
@@ -99,14 +99,14 @@ def decode(
 
 
 def _on_shard(run, size, weights, state, n) -> tuple[EngineState, DecodeRecord]:
-    """Run `loop` on a device's own requests; what is counted is counted over all data shards."""
+    """Run `loop` on a device's own requests, and sum the counters over all data shards."""
     data, work, clock = weights.axes.data, state.work, state.clock
     if not data:
         return loop(run, size, weights, state, n)
     state = state.replace(work=varying(work, data), clock=varying(clock, data))
     state, record = loop(run, size, weights, state, n)
     counted = jax.tree.map(lambda a, b: b + lax.psum(a - b, data), state.work, work)
-    # Of a shard whose clock is behind, all requests are finished.
+    # A shard's clock stops once all its requests are finished.
     return state.replace(work=counted, clock=lax.pmax(state.clock, data)), record
 
 

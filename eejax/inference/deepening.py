@@ -1,8 +1,8 @@
-"""Add segments to an engine while its requests run, without running their prompts again.
+"""Adding segments to an engine while its requests run, without running their prompts again.
 
 HELIOS (Kumar et al., 2025) loads as many layers as most tokens need, and more where those were too
-few. An engine with `EngineOptions.can_deepen` keeps the states behind its last segment; keys and
-values of the segments above are filled in from those.
+few. An engine with `EngineOptions.can_deepen` keeps the states behind its last segment; the keys
+and values of the segments above are filled in from them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from eejax.models.params import for_compute
 def on_host(params: Tree, config: ModelConfig) -> Tree:
     """Return a training tree in host memory, cast and with fused projections.
 
-    Nothing is left to do before its parts move to the device. It is still a training tree and is
-    accepted wherever one is; a tree that was prepared before is returned as it is.
+    Its parts can move to the device as they are. It is still a training tree and is accepted
+    wherever one is; a tree that was prepared before is returned unchanged.
     """
     return fused(jax.device_get(params), config)
 
@@ -48,7 +48,7 @@ def fused(params: Tree, config: ModelConfig) -> Tree:
 def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) -> Weights:
     """Return an engine's weights with `depth` segments, of a model that `on_host` made.
 
-    Returns at once: the new weights move to the device while the engine runs.
+    It returns at once: the new weights move to the device while the engine runs.
     """
     have, most = len(weights.segments), config.n_exits + 1
     require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
@@ -61,10 +61,10 @@ def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) 
     return weights.replace(segments=(*weights.segments, *new), params=apart)
 
 
-def of_slots(engine: EarlyExitEngine, state: EngineState, rows: Sequence[int]):
-    """Return (engine, state) with the given slots, in this order; one may be repeated.
+def select_slots(engine: EarlyExitEngine, state: EngineState, rows: Sequence[int]):
+    """Return (engine, state) with the slots `rows`, in this order; a slot may be repeated.
 
-    The given state is used up array by array, so that little more than one state exists at a time.
+    The old state is freed array by array, so that little more than one state exists at a time.
     """
     plan = BatchPlan.make(engine.num_segments, len(rows), engine.options.buckets)
     other = dataclasses.replace(engine, slots=len(rows), plan=plan)
@@ -83,7 +83,7 @@ def of_slots(engine: EarlyExitEngine, state: EngineState, rows: Sequence[int]):
 
 @partial(jax.jit, static_argnames="slots")
 def _rows(a, rows, *, slots: int):
-    # Keys and values have the heads of all slots in one axis, slot by slot.
+    # Buffers of keys and values have the heads of all slots in one axis, slot by slot.
     each, *shape = len(a) // slots, *a.shape[1:]
     return a.reshape(slots, each, *shape)[rows].reshape(len(rows) * each, *shape)
 
@@ -94,7 +94,7 @@ def deepen(
     """Return the engine with more segments, and its state, as if it had always had them.
 
     Emitted tokens stay as they are. One program is compiled for each pair of depths. Raises
-    ConfigError where the states that it needs were not kept.
+    ConfigError if the states that it needs were not kept.
     """
     depth, options = len(weights.segments), engine.options
     boundary = state.boundary
@@ -102,7 +102,7 @@ def deepen(
         boundary is not None,
         "can_deepen",
         options.can_deepen,
-        "must be True, and segments left to add, in the engine that is to grow",
+        "must be True, and segments must be left to add, in an engine that grows",
     )
     assert boundary is not None
     require(engine.mesh is None, "mesh", engine.mesh, "must be None for an engine that grows")
@@ -153,7 +153,7 @@ def _filled(weights, boundary, filled, *, have: int, config: ModelConfig, keep: 
 
     def chunk(i, carry):
         segments, blocks, above = carry
-        # The last one begins earlier rather than to end behind the buffers.
+        # The last chunk begins earlier, so that it does not end behind the buffers.
         begin = jnp.minimum(i * width, length - width)
         x = lax.dynamic_slice(boundary, (0, begin, 0), (slots, width, boundary.shape[2]))
         start, new = jnp.full((slots,), begin), []

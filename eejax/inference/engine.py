@@ -19,7 +19,7 @@ from eejax.inference import sharded
 from eejax.inference.decoding import decode, default_plan
 from eejax.inference.engine_step import PROMPT_SPAN
 from eejax.inference.options import EngineOptions, engine_config, engine_options
-from eejax.inference.schedule import FIRST_ACCEPTANCE, BatchPlan
+from eejax.inference.schedule import INITIAL_ACCEPTANCE, BatchPlan
 from eejax.inference.segment_branches import SPAN
 from eejax.inference.slot_engine import STEPS_PER_CALL, SlotEngineBase, check_slots
 from eejax.inference.state import DecodeRecord, EngineState, RequestRows, blank, power_of_two
@@ -39,13 +39,13 @@ def _start(weights, plan, *, config, options, slots, length, context) -> EngineS
 
 
 def _of_shards(change, mesh: Mesh | None, state: EngineState, slots, *rows) -> EngineState:
-    """Run change(state, slots, *rows) on each shard, whose own slots go by its own numbers."""
+    """Run change(state, slots, *rows) on each shard, with the shard's own numbers of slots."""
     if mesh is None:
         return change(state, slots, *rows)
     axes = mesh_axes(mesh)
 
     def local(state, slots, *rows):
-        return change(state, sharded.own(slots, len(state.token), axes), *rows)
+        return change(state, sharded.local_slots(slots, len(state.token), axes), *rows)
 
     specs = sharded.state(axes)
     return sharded.shard(local, mesh, (specs, *(P() for _ in (slots, *rows))), specs)(
@@ -67,7 +67,7 @@ def _insert_rows(state: EngineState, slots, new: PromptRows) -> EngineState:
     return state.replace(
         cache=state.cache.replace(filled=put(state.cache.filled, 0)),
         reach=put(state.reach, state.cache.filled.shape[1] - 1),
-        acceptance=put(state.acceptance, FIRST_ACCEPTANCE),
+        acceptance=put(state.acceptance, INITIAL_ACCEPTANCE),
         position=put(state.position, lengths - 1),
         remaining=put(state.remaining, jnp.maximum(left, 0)),
         layers=put(state.layers, 0),
@@ -105,14 +105,14 @@ class PromptRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class EarlyExitEngine(SlotEngineBase):
-    """An `Engine` whose requests exit, wait and go deeper each by its own gate.
+    """An `Engine` in which each request exits, waits and goes deeper by its own gate.
 
     It runs any of `options.ENGINES` but "pipelined", for which see
     `pipelined_slots.PipelinedSlotEngine`. One program is compiled for `generate` of up to
     `STEPS_PER_CALL` steps, one for up to twice as many, and so on. `prefill` runs nothing:
     `generate` runs prompts in chunks and emits their first tokens. A prompt may be longer than
-    `request.start`: what follows was generated before, and the request continues as if it had never
-    left its slot.
+    `request.start`: the tokens behind it were generated before, and the request continues as if it
+    had never left its slot.
 
     `plan` has measured costs and waiting rules (`batch_costs.tune`). The state carries a copy,
     which `state.replace(plan=...)` changes while it runs.
@@ -141,15 +141,15 @@ class EarlyExitEngine(SlotEngineBase):
     ) -> EarlyExitEngine:
         """Prepare an engine from training parameters.
 
-        On a `mesh`, as that of `Generator.make`, slots are split evenly over the data shards, of
-        which each batches its own requests.
+        On a `mesh`, as in `Generator.make`, slots are split evenly over the data shards, each of
+        which batches its own requests.
 
         Args:
           slots: requests at a time.
           context: most tokens of a request, by default the model's.
 
         Raises:
-          ConfigError: for slots, a context, options, a plan or a mesh that cannot be.
+          ConfigError: for impossible slots, context, options, plan or mesh.
         """
         options = engine_options(options)
         config = engine_config(config, options)
@@ -171,7 +171,7 @@ class EarlyExitEngine(SlotEngineBase):
             "plan",
             plan,
             f"must be a BatchPlan of {segments} segments and {buckets} buckets",
-            "See batch_costs.tune, which makes one.",
+            "batch_costs.tune makes one.",
         )
         return cls(weights, config, options, slots, context, plan)
 
@@ -193,10 +193,7 @@ class EarlyExitEngine(SlotEngineBase):
 
     @property
     def cache_length(self) -> int:
-        """Positions of cache of a slot.
-
-        Rows are written in spans, and all that wait at once: what is behind them is nobody's.
-        """
+        """Positions of cache of a slot, with room for whole spans and for all rows that wait."""
         options = self.options
         return self.context + max(SPAN, options.cap, min(PROMPT_SPAN, options.prompt_rows))
 
@@ -205,14 +202,14 @@ class EarlyExitEngine(SlotEngineBase):
         state = _start(self.weights, self.plan, **sizes, **self._static)
         return colocate(state, self.weights) if self.mesh is None else state
 
-    def _prefill(self, tokens, given, request) -> tuple[PromptRows, DecodeRecord]:
+    def _prefill(self, tokens, lengths, request) -> tuple[PromptRows, DecodeRecord]:
         m = len(tokens)
         none = np.zeros((m,), np.int32)
         zero = np.zeros((m,), np.float32)
         record = DecodeRecord(
             none - 1, zero, zero, none - 1, none, np.full_like(zero, np.inf), none, none
         )
-        return PromptRows(tokens, given, request), record
+        return PromptRows(tokens, lengths, request), record
 
     def _insert(self, state, rows, slots) -> EngineState:
         return _insert(state, slots, rows, mesh=self.mesh)
@@ -224,7 +221,7 @@ class EarlyExitEngine(SlotEngineBase):
         )
         if size == n:
             return state, record
-        return state, jax.tree.map(lambda a: a[: n * (self.options.most_drafts + 1)], record)
+        return state, jax.tree.map(lambda a: a[: n * (self.options.max_drafts + 1)], record)
 
     def _free(self, state, slots) -> EngineState:
         return _free(state, slots, mesh=self.mesh)

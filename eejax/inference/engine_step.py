@@ -11,7 +11,7 @@ beside the requests that decode.
 Tokens that left early wait at their boundary, and go deeper with the next one that does (KV
 recomputation; Bae et al. 2023; EE-LLM, section 4, includes them in every pass). The first exit may
 draft tokens past an undecided one, and one pass of the layers above verifies them, with the same
-keys, values and states (LayerSkip; Elhoushi et al. 2024, section 4.3). A draft stands where it is
+keys, values and states (LayerSkip; Elhoushi et al. 2024, section 4.3). A draft is kept if it is
 the token that its emitting exit draws, greedy or sampled, so drafts change no text. Keys and values
 of wrong drafts lie beyond `filled` and are overwritten before any token attends to them.
 
@@ -58,15 +58,15 @@ from eejax.models.branches import run_branch, run_where
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
 
-PROMPT_SPAN = 32  # of a prompt
+PROMPT_SPAN = 32  # rows of a prompt that attention takes together
 
 
 def commit_tokens(state: EngineState) -> EngineState:
     """Emit decided tokens.
 
-    Tokens are emitted from the first pending row on, while each row read what the one before it
-    emits. Where a row read another token, it and the rows behind it are dropped. Slots whose first
-    pending row is undecided stay as they are.
+    Tokens are emitted from the first pending row on, as long as each row read the token that the
+    row before it emits. A row that read another token is dropped, with the rows behind it. Slots
+    whose first pending row is undecided stay as they are.
     """
     pending, position, m = state.pending, state.position, state.pending.input_token.shape[1]
     filled, order = state.cache.filled, jnp.arange(m)[None]
@@ -140,8 +140,8 @@ def engine_step(
 
     prompts: requests may bring prompts that have not run.
     """
-    runner, begun, most = SegmentRunner(weights, config), state.position, state.most_drafts
-    state = _advance_segments(runner, options, state, most, prompts)
+    runner, begun, drafts = SegmentRunner(weights, config), state.position, state.max_drafts
+    state = _advance_segments(runner, options, state, drafts, prompts)
     if prompts:
         state = _advance_prefill(runner, options, state)
     return _take_record(state, begun)
@@ -184,22 +184,22 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
     return state.replace(layers=jnp.where(emits[0], 0, state.layers)), record
 
 
-def _advance_segments(runner, options, state, most, prompts) -> EngineState:
+def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
     """Run the first segment, and in a conditional those above it where some slot waits for one.
 
-    A step whose tokens all leave by the first exit schedules nothing of what lies above. To a GPU
-    that is worth more than the segments' own conditionals: each takes some 40 us there, and each of
-    the many small kernels of a schedule 2.
+    A step whose tokens all leave by the first exit schedules nothing above it. On a GPU that saves
+    more than the segments' own conditionals do: each takes some 40 us there, and each of the many
+    small kernels of a schedule takes 2.
     """
     segments = range(1, runner.last + 1)
-    state = _advance_segment(runner, options, state, 0, most, prompts)
+    state = _advance_segment(runner, options, state, 0, drafts, prompts)
     if not segments:
         return state
 
     def run(carry):
         above = _replace_from(state, 1, carry)
         for e in segments:
-            above = _advance_segment(runner, options, above, e, most, prompts)
+            above = _advance_segment(runner, options, above, e, drafts, prompts)
         return _changed_from(above, 1)
 
     waits = jnp.stack([state.progress.must_run(e, options.cap) for e in segments])
@@ -221,7 +221,7 @@ CHANGED = (
 
 
 def _changed_from(state: EngineState, e: int) -> tuple:
-    """Return what running segments e and above changes in a state; a conditional's carry."""
+    """Return the parts of a state that segments e and above change, as a conditional's carry."""
     cache, logits_params = state.cache, state.request.logits_params
     rows = cache.segments[e:], cache.blocks[e:], state.waiting[e:]
     fields = {name: getattr(state, name) for name in CHANGED}
@@ -229,7 +229,7 @@ def _changed_from(state: EngineState, e: int) -> tuple:
 
 
 def _replace_from(state: EngineState, e: int, changed: tuple) -> EngineState:
-    """Put what `_changed_from` returns in its place."""
+    """Put the parts that `_changed_from` returns back into a state."""
     rows, filled, fields, prompt = changed
     old = state.cache.segments, state.cache.blocks, state.waiting
     segments, blocks, waiting = (a[:e] + b for a, b in zip(old, rows, strict=True))
@@ -237,17 +237,17 @@ def _replace_from(state: EngineState, e: int, changed: tuple) -> EngineState:
     return state if prompt is None else state.replace(prompt=prompt)
 
 
-def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
+def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     """Run segment e for the slots that the schedule selects, and commit what is decided.
 
-    most: [slots] int32, most drafts of each slot. prompts: as in `engine_step`.
+    drafts: [slots] int32, maximum drafts of each slot. prompts: as in `engine_step`.
     """
     n, slots, cap = runner.last, state.token.shape[0], options.cap
     begin, end = runner.config.segments[e]
-    filled, can_start = state.cache.filled, state.can_start(cap, most)
+    filled, can_start = state.cache.filled, state.can_start(cap, drafts)
     before = state.position, state.progress.next_segment
     if e == 0:
-        # The row behind what was emitted reads that, one behind a pending row its draft.
+        # A row reads the last emitted token or, behind a pending row, that row's draft.
         reads = jnp.where(
             filled[:, 0] > state.position,
             at_position(state.pending.token, filled[:, 0] - 1),
@@ -257,7 +257,7 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
             can_start, reads, at_position(state.pending.input_token, filled[:, 0])
         )
         pending, m = state.pending, state.pending.input_token.shape[1]
-        own = jnp.arange(m)[None] == (filled[:, :1] % m)  # comparisons fuse, a scatter does not
+        own = jnp.arange(m)[None] == (filled[:, :1] % m)  # XLA fuses comparisons, not a scatter
         if m > 1:
             guess = (
                 can_start
@@ -278,7 +278,7 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
     above = state.waiting[e] if e < n else top
     branches = SegmentBranches(runner, state, e, below)
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
-    # A slot that is not finished always goes on, and a conditional takes time.
+    # All unfinished requests run it in every step, and a conditional takes time.
     always = slots == 1 and state.pending.input_token.shape[1] == 1
     if e == 0 and not prompts and (n == 0 or always):
         ready = demand.ready.astype(jnp.int32)
@@ -292,7 +292,7 @@ def _advance_segment(runner, options, state, e, most, prompts) -> EngineState:
         # The first segment runs one row of a slot, which needs no bucket beyond their number.
         first = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
         for size in options.buckets if e else options.buckets[:first]:
-            if slots == 1:  # no more rows of it wait than the cap, and there is room for no more
+            if slots == 1:  # at most `cap` of its rows wait, and there is no room for more
                 ways.append(partial(branches.only_slot, min(size, cap), batch.rows))
             else:
                 ways.append(partial(branches.packed, size, batch))
@@ -357,7 +357,7 @@ def _prefill_chunk(runner, options, state) -> EngineState:
     token = state.prompt[jnp.minimum(packed.slot, len(start) - 1), packed.position]
     x = runner.embed(token[:, None], packed.position[:, None])
     done = in_prefill & (start + count == state.prompt_len)
-    # What a request had been given before is decoded on: its next token may leave by any exit.
+    # A request that ran before continues to decode: its next token may leave by any exit.
     early = state.request.policy.prefill_exit | (state.prompt_len > state.request.start)
     segments, blocks, before = [], [], jnp.zeros_like(x)
     for e in range(runner.last + 1):
@@ -366,7 +366,7 @@ def _prefill_chunk(runner, options, state) -> EngineState:
         blocks.append(block)
         allowed = done if e == runner.last else done & early
         if e == 0:
-            # Nothing is pending of a prompt; its last row may be seen by no early exit.
+            # A prompt has no pending rows, and its last row may not reach an early exit.
             none = PendingRows.blank(
                 *pending.input_token.shape, logits_params=pending.top_logprobs is not None
             )

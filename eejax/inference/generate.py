@@ -70,7 +70,7 @@ class GenerationParams(ExitRules, total=False):
 
 EXIT_RULES = ExitRules.__optional_keys__ | {"threshold"}
 SAMPLING = frozenset(("temperature", "top_k", "top_p", "min_p", "seed"))
-"""Names among `GenerationParams` of what makes a policy, and of what makes sampling settings."""
+"""Names of the `GenerationParams` that make an exit policy, and of those that make sampling."""
 
 
 class Decoder(abc.ABC):
@@ -116,8 +116,8 @@ class Decoder(abc.ABC):
         """Yield the growing result: the first token, then those of `chunk` steps (None: all).
 
         A step emits one token for each request, with drafts none or several. Each value of `chunk`
-        is its own compiled program, so keep to one. A larger one returns less often, and up
-        to that many steps may run in vain behind a stop string.
+        compiles its own program, so keep to one value. A larger one returns less often, and up to
+        that many steps may run for nothing behind a stop string.
 
         Args:
           prompts: token ids, each at least one token and shorter than the context.
@@ -127,12 +127,12 @@ class Decoder(abc.ABC):
         Raises:
           ConfigError: for a value out of range.
           FloatingPointError: for logits that are not finite.
-          TypeError: for a parameter that there is not.
+          TypeError: for an unknown parameter.
         """
         config, options = self.config, self.options
         known = GenerationParams.__optional_keys__
         if unknown := sorted(set(params) - known):
-            raise TypeError(f"unknown parameters {unknown}; there are {sorted(known)}")
+            raise TypeError(f"unknown parameters {unknown}; known are {sorted(known)}")
         stop_token_ids = params.get("stop_token_ids", ())
         stop_strings, decode_text = params.get("stop_strings", ()), params.get("decode_text")
         tokens, lengths = self._pad(prompts)
@@ -143,13 +143,15 @@ class Decoder(abc.ABC):
         texts = not isinstance(stop_strings, str) and all(
             isinstance(s, str) and s for s in stop_strings
         )
-        require(texts, "stop_strings", stop_strings, "must be a sequence of texts, none empty")
+        require(
+            texts, "stop_strings", stop_strings, "must be a sequence of texts that are not empty"
+        )
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         rules: dict[str, Any] = {k: v for k, v in params.items() if k in EXIT_RULES}
         if not options.leaves_early:
             rules = {k: v for k, v in rules.items() if k == "decay"}
-        policy = ExitPolicy.make(config, b, **rules, drafts=options.most_drafts)
+        policy = ExitPolicy.make(config, b, **rules, drafts=options.max_drafts)
         drawn: dict[str, Any] = {k: v for k, v in params.items() if k in SAMPLING}
         sampling = SamplingParams.make(b, **drawn)
         room = config.context_length - lengths
@@ -172,7 +174,7 @@ class Decoder(abc.ABC):
             yield result
             if over.all():
                 return
-            if stop_strings:  # a request that met a stop string needs no further steps
+            if stop_strings:  # a request that reached a stop string needs no further steps
                 state = state.replace(remaining=jnp.where(over, 0, state.remaining))
             state, more = self._decode(state, chunk)
 
@@ -235,8 +237,7 @@ class Generator(Decoder):
     `generate` and `stream` compile once for each batch size, prompt length (rounded up to a power
     of two, at least 16), cache length (to a multiple of `LENGTH_STEP`), number of stop tokens (to a
     power of two) and `chunk`, which `generate` rounds up to a power of two. Stop strings are
-    searched outside of the compiled program, after every `STREAM_CHUNK` steps unless `chunk` is
-    given.
+    searched outside the compiled program, after every `STREAM_CHUNK` steps unless `chunk` is set.
     """
 
     weights: Weights
@@ -255,14 +256,14 @@ class Generator(Decoder):
 
         On a `mesh`, heads, feed-forward and vocabulary are split over its axis `model`, and
         requests, whose number must be divisible by it, over `data`. Tokens equal those of one
-        device up to rounding; `GenerationResult.layers` are of steps that only a data shard's
-        requests share.
+        device up to rounding. `GenerationResult.layers` count steps that only the requests of a
+        data shard share.
 
         Args:
           options: `EngineOptions`, or the name of an engine.
 
         Raises:
-          ConfigError: where the mesh has stages, needs more devices than there are, or does not fit
+          ConfigError: if the mesh has stages, needs more devices than there are, or does not fit
             the model.
         """
         options = engine_options(options)
@@ -277,7 +278,7 @@ class Generator(Decoder):
         return self.weights.mesh
 
     def slots_for(self, requests: int) -> tuple[EngineOptions, int]:
-        """Return (options, slots of a data shard) of an engine for so many requests."""
+        """Return (options, slots of a data shard) of an engine for a number of requests."""
         slots = requests // (1 if self.mesh is None else self.mesh.shape[DATA])
         return self.options.resolved(self.config, slots), slots
 
@@ -296,13 +297,13 @@ class Generator(Decoder):
 
 
 def prompt_width(tokens: int) -> int:
-    """Return the tokens to which prompts are padded, of which the longest has so many."""
+    """Return the width that prompts are padded to when the longest has `tokens` tokens."""
     return max(16, power_of_two(tokens))
 
 
 def cache_length(tokens: int, options: EngineOptions) -> int:
-    """Return the positions of cache of requests with so many tokens, prompts included.
+    """Return the positions of cache for requests of `tokens` tokens, prompts included.
 
-    Rows are written in spans, and all that wait at once: what is behind the tokens is nobody's.
+    There is room behind the tokens for whole spans, and for all rows that wait at once.
     """
     return -(-(tokens + max(SPAN, options.cap)) // LENGTH_STEP) * LENGTH_STEP

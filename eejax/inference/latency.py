@@ -23,7 +23,7 @@ class ForwardTimes:
 
     Attributes:
       layers: [L] each layer.
-      exits: [E + 1] each exit, the final one last; spent on a token that no exit has emitted yet.
+      exits: [E + 1] each exit, the final one last; a token that was emitted before skips it.
     """
 
     layers: tuple[float, ...]
@@ -35,9 +35,9 @@ class ForwardTimes:
     ) -> ForwardTimes:
         """Split each segment's time evenly over its layers; `exits` has one time or one each."""
         n = config.n_exits + 1
-        require(len(segments) == n, "segments", segments, f"must be {n} times: one each")
+        require(len(segments) == n, "segments", segments, f"must be {n} times, one per segment")
         each = tuple(exits) if isinstance(exits, Sequence) else (exits,) * n
-        require(len(each) == n, "exits", exits, f"must be one time, or {n}: one each")
+        require(len(each) == n, "exits", exits, f"must be one time, or {n}, one per exit")
         spread = [
             time / (end - begin)
             for time, (begin, end) in zip(segments, config.segments, strict=True)
@@ -51,7 +51,7 @@ def _check(trace: Sequence[int], config: ModelConfig, times: ForwardTimes) -> li
         len(times.layers) == config.n_layers and len(times.exits) == config.n_exits + 1,
         "times",
         times,
-        f"must have {config.n_layers} layers and {config.n_exits + 1} exits, as the model",
+        f"must have {config.n_layers} layers and {config.n_exits + 1} exits, like the model",
     )
     exits = [int(e) for e in trace]
     require(
@@ -73,19 +73,19 @@ def pipelined(
 ) -> np.ndarray:
     """Return [n], the times at which free-running stages emit each token (EE-LLM, section 4).
 
-    The first stage starts a token when the previous one is emitted and its own work on that is
-    done. The others take tokens in order, each as soon as it arrives. Where no stage falls behind,
-    a token takes the forward time up to its exit, on the first stage that of the whole stage, as
+    The first stage starts a token when the previous one is emitted and its own work on it is done.
+    The other stages take tokens in order, each as soon as it arrives. If no stage falls behind, a
+    token takes the forward time up to its exit, and on the first stage that of the whole stage, as
     the paper says. `PipelinedGenerator` works in ticks of one part on every stage instead, which is
-    the same where all parts take equally long.
+    the same if all parts take equally long.
 
     Args:
-      cap: no token starts while so many are in flight; None for no limit.
+      cap: no token starts while this many are in flight; None for no limit.
       hop: time from a stage to the next.
     """
     c, p = partition.config, partition
     emitted, free = [], [0.0] * p.stages  # free: when each stage is done with the token before
-    left: list[float] = []  # when each token is through
+    left: list[float] = []  # when each token leaves the last stage
     for t, exit_ in enumerate(_check(trace, c, times)):
         now = max(emitted[-1] if emitted else 0.0, free[0])
         if cap is not None and t >= cap:
@@ -119,8 +119,9 @@ def recompute(
     As with the engine "recompute" and one request, a token that enters a segment takes along all
     tokens that wait below it, and the `cap`-th waiting token runs all layers.
 
-    rows: the time of so many rows through a layer, relative to one. By default they take no longer
-    than one, as while a layer's time is that of reading its weights (EE-LLM's batching effect).
+    rows: returns the time of a number of rows through a layer, relative to one row. By default they
+    take no longer than one, which holds while a layer's time is that of reading its weights
+    (EE-LLM's batching effect).
     """
     filled, now, emitted = [0] * (config.n_exits + 1), 0.0, []
     for t, exit_ in enumerate(_check(trace, config, times)):

@@ -16,8 +16,8 @@ from eejax.kernels import call
 from eejax.models.layers import NEGATIVE
 
 MAX_LOGIT_BIASES = 300  # tokens that a request may bias
-MAX_TOP_LOGPROBS = 20  # most alternatives of a token that are told
-TOP_K_KERNEL = 16  # most places that XLA's own kernel finds on a GPU (`topk_specializer.cc`)
+MAX_TOP_LOGPROBS = 20  # reported alternatives of a token
+TOP_K_KERNEL = 16  # largest k of XLA's own kernel on a GPU (`topk_specializer.cc`)
 
 
 class TopLogprobs(NamedTuple):
@@ -46,7 +46,7 @@ class LogitsParams(struct.PyTreeNode):
 
     Attributes:
       presence: [b] float32, subtracted once from the logits of tokens that were generated before.
-      frequency: [b] float32, subtracted once for each time (as OpenAI's penalties).
+      frequency: [b] float32, subtracted once for each occurrence (as OpenAI's penalties).
       repetition: [b] float32, divides positive logits of tokens in the prompt or text and
         multiplies negative ones (Keskar et al. 2019, section 4.1). 1 is off.
       min_tokens: [b] int32, no stop token is emitted before this many tokens.
@@ -124,18 +124,18 @@ class LogitsParams(struct.PyTreeNode):
 
     @classmethod
     def blank(cls, rows: int) -> LogitsParams:
-        """Return the settings of `rows` requests that change nothing."""
+        """Return settings of `rows` requests that leave logits as they are."""
         return jax.tree.map(lambda a: np.repeat(a, rows, 0), cls.make(1))
 
     @property
     def changes(self) -> jax.Array:
-        """[b] bool: the settings may change the sampled token."""
+        """Return [b] bool, whether the settings may change the sampled token."""
         penalties = (self.presence != 0) | (self.frequency != 0) | (self.repetition != 1)
         return penalties | (self.min_tokens > 0) | (self.tokens >= 0).any(-1)
 
     @property
     def needs_logits(self) -> jax.Array:
-        """[b] bool: the request needs the logits, statistics of them do not suffice."""
+        """Return [b] bool, whether the request needs logits, not just statistics of them."""
         return self.changes | (self.top_logprobs > 0)
 
 
@@ -157,7 +157,7 @@ def process_logits(
     Args:
       text: [b, s] int32, prompt and generated tokens.
       start: [b] int32, tokens of the prompt.
-      length: [b] int32, tokens of prompt and text; the logits are of the token behind them.
+      length: [b] int32, tokens of prompt and text; the logits predict the token behind them.
       stop_token_ids: [b, n] int32, token ids that end the request, padded with -1.
     """
     b, v = logits.shape
@@ -180,14 +180,14 @@ def process_logits(
     y = y.at[row, behind(logits_params.tokens)].add(logits_params.biases, mode="drop")
     early = (length - start < logits_params.min_tokens)[:, None]
     y = y.at[row, jnp.where(early, behind(stop_token_ids), v)].set(NEGATIVE, mode="drop")
-    return jnp.where(logits > NEGATIVE, y, logits)  # what pads the vocabulary stays what it is
+    return jnp.where(logits > NEGATIVE, y, logits)  # padding of the vocabulary stays masked
 
 
 def _top_k(y: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
-    """Return `lax.top_k` of y [b, v], of rows with k values above -inf: values and places [b, k].
+    """Return `lax.top_k` of y [b, v], values and indices [b, k]; rows have k values above -inf.
 
-    XLA has a kernel for GPUs of at most `TOP_K_KERNEL` places. Beyond that it sorts all of y, maybe
-    by CUB, whose call no CUDA graph can hold: then the host would run the whole decoding loop.
+    XLA's kernel for GPUs finds at most `TOP_K_KERNEL` of them. For more it sorts all of y, maybe by
+    CUB, whose call no CUDA graph can hold: then the host would run the whole decoding loop.
     """
     if not call.for_gpu():
         return lax.top_k(y, k)

@@ -14,13 +14,13 @@ from eejax.models.config import ModelConfig
 
 PIPELINED = "pipelined"
 ENGINES = ("full", "posthoc", "recompute", PIPELINED, "propagate", "speculative")
-SETTINGS = ("recompute", "full", "speculative")  # of the one engine that `engine_step` runs
+SETTINGS = ("recompute", "full", "speculative")  # settings of the engine that `engine_step` runs
 Propagation = Literal["state", "mask"]
 PROPAGATIONS: tuple[Propagation, ...] = get_args(Propagation)
-DRAFTS = 4  # most drafts of "speculative", unless it is told otherwise
+DRAFTS = 4  # default maximum of drafts for "speculative"
 CHUNKS = {"cpu": 64, "gpu": 512}
-"""Prompt tokens of a step by default. Every chunk reads the whole model: a GPU needs some hundreds
-of rows for their products to take as long."""
+"""Default prompt tokens of a step. Every chunk reads the whole model: on a GPU only the products of
+some hundreds of rows take as long as that."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +39,17 @@ class EngineOptions:
         there (CALM). Its texts may differ.
         "pipelined" leaves the deeper layers to the next stages of a mesh
         (`pipelined.PipelinedGenerator`).
-      cap: most tokens of a request that may wait for deeper keys and values. With that many the
-        request runs all layers before its next token; the last of them is still emitted where its
-        gate fired.
-      buckets: row counts that packed segments are compiled for, of all requests together. The cap
-        is one of them where all are smaller: a request's waiting tokens go deeper together. Empty:
-        powers of two up to all rows that may be pending, on a GPU from a quarter of the slots on;
-        and one row, so that a lone request does not pay for free slots. With one slot, of which one
-        row runs in place: all drafts with the row before them instead.
+      cap: maximum tokens of a request that may wait for deeper keys and values. When that many
+        wait, the request runs all layers before its next token; the last of them is still emitted
+        at the exit whose gate fired.
+      buckets: row counts of all requests together that packed segments are compiled for. The cap is
+        added if all are smaller, because a request's waiting tokens go deeper together. If empty:
+        powers of two up to all rows that may be pending (on a GPU from a quarter of the slots on),
+        and one row, so that a lone request does not pay for free slots. With one slot, whose single
+        row runs in place, all drafts with the row before them replace the one row.
       chunk: prompt tokens of a step, where prompts run beside requests that decode. None: as many
         as the device runs well together (`CHUNKS`), at most the model's context.
-      drafts: most tokens of a request that are drafted past an undecided one; by default 4 with
+      drafts: maximum tokens of a request that are drafted past an undecided one; by default 4 with
         "speculative", else none. A request may have fewer (`ExitPolicy.drafts`).
       adapt: "speculative" drafts fewer tokens, or none, for a request whose drafts are rarely
         accepted.
@@ -57,11 +57,11 @@ class EngineOptions:
       propagate: what "propagate" leaves in the layers above a token's exit. "state": keys and
         values of the state at that exit. "mask": nothing, so later tokens do not attend to it
         there.
-      num_segments: segments to load, from the bottom; the exit above the last of them emits what no
-        gate before it did. None loads all.
-      logits_params: requests may have `LogitsParams`.
-      can_deepen: segments may be added while requests run (`deepening.deepen`). The states behind
-        the last segment are then kept for all positions.
+      num_segments: segments to load, from the bottom; the exit above the last of them emits every
+        token that no exit below did. None loads all.
+      logits_params: whether requests may have `LogitsParams`.
+      can_deepen: whether segments may be added while requests run (`deepening.deepen`). The states
+        behind the last segment are then kept for all positions.
     """
 
     engine: str = "recompute"
@@ -95,7 +95,7 @@ class EngineOptions:
             isinstance(self.draft_exit, int) and self.draft_exit >= 0,
             "draft_exit",
             self.draft_exit,
-            "must be the number of an exit, the first being 0",
+            "must be the number of an exit, counted from 0",
         )
         for name in ("adapt", "logits_params", "can_deepen"):
             value = getattr(self, name)
@@ -113,45 +113,45 @@ class EngineOptions:
             "num_segments",
             self.num_segments,
             "must be None with the engine 'speculative'",
-            "What verifies its drafts is the final exit.",
+            "The final exit verifies its drafts.",
         )
 
     @property
     def leaves_early(self) -> bool:
-        """bool, early exits emit tokens."""
+        """True if early exits emit tokens."""
         return self.engine not in ("full", "speculative")
 
     @property
     def prompt_rows(self) -> int:
-        """Prompt tokens of a step; options that `resolved` returned have them."""
+        """Prompt tokens of a step, for options that `resolved` returned."""
         assert self.chunk is not None, "the options of an engine are resolved"
         return self.chunk
 
     @property
     def waits(self) -> bool:
-        """bool, tokens wait below deeper segments for their keys and values there."""
+        """True if tokens wait below deeper segments for their keys and values there."""
         return self.engine in ("recompute", "speculative")
 
     @property
-    def most_drafts(self) -> int:
-        """Most drafts of a request."""
+    def max_drafts(self) -> int:
+        """Maximum drafts of a request."""
         if self.drafts is not None:
             return self.drafts if self.waits else 0
         return DRAFTS if self.engine == "speculative" else 0
 
     def resolved(self, config: ModelConfig, slots: int) -> EngineOptions:
-        """Return the options with what was left open for a model and a number of slots."""
+        """Return the options with open fields resolved for a model and a number of slots."""
         most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
         chunk = min(most, config.context_length) if self.chunk is None else self.chunk
-        own = dict(chunk=chunk, buckets=self._buckets_for(slots), drafts=self.most_drafts)
+        own = dict(chunk=chunk, buckets=self._buckets_for(slots), drafts=self.max_drafts)
         return dataclasses.replace(self, **own)
 
     def _buckets_for(self, slots: int) -> tuple[int, ...]:
         if self.buckets:
             return tuple(sorted({*self.buckets, max(self.buckets[-1], self.cap)}))
-        drafts = self.most_drafts
+        drafts = self.max_drafts
         most = max(slots * min(max(drafts + 1, 2), self.cap), self.cap)
-        # Few rows take hardly less time on a GPU. On a CPU they do, and most slots may be free.
+        # On a GPU few rows take hardly less time. On a CPU they do, and most slots may be free.
         least = max(slots // 4, 4) if slots > 1 and call.for_gpu() else 2
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         # One row of the only slot runs in place.
@@ -160,7 +160,7 @@ class EngineOptions:
 
 
 def engine_options(options: EngineOptions | str | None) -> EngineOptions:
-    """Return the options of an engine on no stages, which may be given by its name.
+    """Return the options of an engine without stages; a name stands for its default options.
 
     Raises ConfigError for another type, and for the engine "pipelined".
     """
@@ -172,7 +172,7 @@ def engine_options(options: EngineOptions | str | None) -> EngineOptions:
         options.engine != PIPELINED,
         "engine",
         options.engine,
-        "decodes on the stages of a mesh",
+        "must decode without stages, and this engine decodes on the stages of a mesh",
         "Use inference.PipelinedGenerator.",
     )
     return options
@@ -220,8 +220,8 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
 def draft_cost(config: ModelConfig, options: EngineOptions) -> float:
     """Return the time of a draft over that of a full step, from the weights that each reads.
 
-    It is that of the whole model, so that a mesh drafts as many as one device. 0 where the number
-    of drafts does not adapt.
+    It counts the whole model's weights, so that a mesh drafts as many tokens as one device. The
+    result is 0 if the number of drafts does not adapt.
     """
     if options.engine != "speculative" or not options.adapt:
         return 0.0

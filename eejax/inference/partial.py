@@ -9,7 +9,7 @@ import jax
 
 from eejax.common.errors import require, require_count
 from eejax.common.trees import Tree, nbytes
-from eejax.inference.deepening import deepen, more_weights, of_slots, on_host
+from eejax.inference.deepening import deepen, more_weights, on_host, select_slots
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.options import EngineOptions
 from eejax.inference.request import RequestOutput
@@ -21,17 +21,17 @@ from eejax.models.config import ModelConfig
 
 
 class PartialModel(StepLoop):
-    """Serves requests through the first `depth` segments of a model, with its `scheduler`.
+    """A model whose first `depth` segments serve requests, with its `scheduler`.
 
     The whole model stays in host memory, a prefix of it on the device. `grow` returns at once: the
-    new weights move to the device while requests run. The step that finds them there uses them,
-    with keys and values filled in from the states kept behind the last segment. `shrink` frees
-    segments at once; running requests start anew in what is left of the model.
+    new weights move to the device while requests run. The first step after they have arrived uses
+    them, with keys and values filled in from the states kept behind the last segment. `shrink`
+    frees segments at once; running requests start anew in the remaining ones.
 
-    Where fewer segments leave room for more requests, `slots` gives the number at each depth; when
-    the model grows, the requests that came last are preempted.
+    If fewer segments leave room for more requests, `slots` gives the number at each depth; when the
+    model grows, the requests that came last are preempted.
 
-    Where the device has less room than was counted, a change of depth raises JAX's error, a
+    If the device has less room than was counted, a change of depth raises JAX's error, a
     RuntimeError; `restart` goes back to the depth before it.
     """
 
@@ -60,10 +60,10 @@ class PartialModel(StepLoop):
         self.config, n = config, config.n_exits + 1
         self.slots = (slots,) * n if isinstance(slots, int) else tuple(slots)
         falls = len(self.slots) == n and [*self.slots] == sorted(self.slots, reverse=True)
-        require(falls, "slots", slots, f"must be one number, or {n} of which none rises")
+        require(falls, "slots", slots, f"must be one number, or {n} numbers that never rise")
         require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
         self.host = on_host(params, config)
-        # With the same buckets at every depth: each has one program then, however it came to be.
+        # All depths have the same buckets, so that each has one program, however it was reached.
         options = (options or EngineOptions()).resolved(config, self.slots[0])
         self._options = dataclasses.replace(options, can_deepen=True)
         options = dataclasses.replace(self._options, num_segments=depth)
@@ -84,17 +84,17 @@ class PartialModel(StepLoop):
 
     @property
     def room(self) -> bool:
-        """A slot is free for another request."""
+        """True if a slot is free for another request."""
         return self.scheduler.unfinished < self.engine.slots
 
     @property
     def depth(self) -> int:
-        """Segments that requests run through."""
+        """Number of segments that requests run through."""
         return self.engine.num_segments
 
     @property
     def target_segments(self) -> int:
-        """Segments that there will be once those asked for have arrived."""
+        """Number of segments once those that `grow` requested have arrived."""
         return self.depth if self._coming is None else len(self._coming.segments)
 
     @property
@@ -113,10 +113,10 @@ class PartialModel(StepLoop):
         return self.weight_bytes + nbytes(self.scheduler.state)
 
     def grow(self, depth: int) -> None:
-        """Start to load segments, `depth` in all.
+        """Start to load segments, up to `depth` in all.
 
-        Requests that will have no slot then are preempted now, so that the weights find room.
-        Raises ConfigError unless `depth` exceeds `target_segments` and exists.
+        Requests that will lose their slot are preempted now, so that the weights find room. Raises
+        ConfigError unless `depth` exceeds `target_segments` and exists.
         """
         have, most = self.target_segments, self.config.n_exits + 1
         require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
@@ -126,8 +126,8 @@ class PartialModel(StepLoop):
     def cancel_growth(self) -> None:
         """Cancel `grow`.
 
-        Weights on their way keep their room until they have arrived, which is awaited. Then the
-        model has all slots of its depth again.
+        It waits until weights on their way have arrived, because they keep their room until then.
+        Then the model has all slots of its depth again.
         """
         jax.block_until_ready(self._coming)
         self._coming = None
@@ -139,14 +139,14 @@ class PartialModel(StepLoop):
             return
         rows = self.scheduler.retain_slots(slots)
         new = range(len(rows), slots)
-        copied = [*rows, *(rows[0] for _ in new)]  # whatever is in a slot that is freed
-        engine, state = of_slots(self.engine, self.scheduler.state, copied)
+        copied = [*rows, *(rows[0] for _ in new)]  # new slots copy any one, and are freed
+        engine, state = select_slots(self.engine, self.scheduler.state, copied)
         if new:
             state = engine.free(state, new)
         self.scheduler.replace_engine(engine, state, [*rows, *(-1 for _ in new)])
 
     def shrink(self, depth: int) -> None:
-        """Free the segments above `depth`. Raises ConfigError unless it is below today's."""
+        """Free the segments above `depth`, which must be below the current one (ConfigError)."""
         require(1 <= depth < self.depth, "depth", depth, f"must be in 1..{self.depth - 1}")
         self._restart_at(depth)
 
@@ -155,11 +155,11 @@ class PartialModel(StepLoop):
         self._restart_at(self.depth)
 
     def _restart_at(self, depth: int) -> None:
-        """Start anew with the first `depth` segments of those that are loaded."""
+        """Start anew with the first `depth` of the loaded segments."""
         self._coming = None
         for id_ in self.scheduler.running:
             self.scheduler.preempt(id_)
-        # Nothing but the engine and its scheduler may hold on to what is to be freed.
+        # Only the engine and its scheduler may hold references to what is to be freed.
         old, slots = self.engine, self.slots[depth - 1]
         options = dataclasses.replace(self._options, num_segments=depth)
         weights = old.weights.replace(
@@ -177,22 +177,22 @@ class PartialModel(StepLoop):
         self.scheduler.replace_engine(less, None, [-1] * slots)
 
     def step(self) -> list[RequestOutput]:
-        """Adopt what has arrived, then run `Scheduler.step`."""
+        """Adopt segments that have arrived, then run `Scheduler.step`."""
         if self.growth_ready:
             self.adopt_growth()
         return self.scheduler.step()
 
     @property
     def growth_ready(self) -> bool:
-        """The segments that `grow` asked for have arrived and are not used yet."""
+        """True if the segments that `grow` requested have arrived and are not used yet."""
         coming = jax.tree.leaves(self._coming)
         return self._coming is not None and all(a.is_ready() for a in coming)
 
     def adopt_growth(self) -> None:
-        """Use the segments that `grow` asked for; wait for them if necessary."""
+        """Use the segments that `grow` requested; wait for them if necessary."""
         coming = self._coming
-        assert coming is not None, "`grow` asked for segments"
-        # What fails does so before anything leans on it.
+        assert coming is not None, "`grow` was called before"
+        # A failed transfer raises here, before the engine uses the weights.
         jax.block_until_ready(coming)
         engine, state = deepen(self.engine, self.scheduler.state, coming)
         jax.block_until_ready(state)

@@ -1,4 +1,4 @@
-"""Measure while serving whether exits pay, so that they never make anything slower."""
+"""Measuring while serving whether exits pay, so that they never make anything slower."""
 
 from __future__ import annotations
 
@@ -10,42 +10,48 @@ from collections.abc import Hashable
 
 from eejax.common.errors import require_count
 
-LONGEST = 16
+MAX_INTERVAL_GROWTH = 16  # factor on `Payoff`'s `calls` between measurements
 
 
 @dataclasses.dataclass
 class Pair:
-    """Two calls with exits and two without, of one kind; `first`: exits come first."""
+    """Two calls with exits and two without, of one kind.
+
+    Attributes:
+      first: whether the calls with exits come first.
+      num_calls: calls that are done.
+      seconds: per token, with (True) and without exits.
+    """
 
     first: bool
     num_calls: int = 0
-    seconds: dict[bool, float] = dataclasses.field(default_factory=dict)  # of a token
+    seconds: dict[bool, float] = dataclasses.field(default_factory=dict)
 
     @property
     def way(self) -> bool:
-        """The next call uses exits."""
+        """True if the next call uses exits."""
         return self.first == (self.num_calls < 2)
 
     def add(self, seconds: float) -> None:
-        self.seconds[self.way] = seconds  # of two calls of a way the second stays
+        self.seconds[self.way] = seconds  # the second of two calls overwrites the first
         self.num_calls += 1
 
 
 class Payoff:
-    """Decides for each call whether it uses exits.
+    """The decision for each call whether it uses exits.
 
     It begins with `pairs` pairs of calls with and without exits, in alternating order, and then
-    takes what was faster: the median over pairs of the log ratio of seconds per token, so that a
+    uses the faster way: the median over pairs of the log ratio of seconds per token, so that a
     call that is slower because it comes first is so in half of the pairs. After `calls` calls it
-    repeats the pairs, since the text changes what exits save; after twice as many when the answer
-    was the same, and so on up to `LONGEST` times as many. The newest `pairs` pairs decide. Each
-    side of a pair has two calls, of which the second counts: the first catches up with tokens that
-    the other side left waiting, and compiles nothing new.
+    repeats the pairs, because what exits save changes with the text; after twice as many if the
+    answer was the same, and so on up to `MAX_INTERVAL_GROWTH` times as many. The newest `pairs`
+    pairs decide. Each side of a pair has two calls, of which the second counts: the first catches
+    up with tokens that the other side left waiting, and compiles nothing new.
 
-    The caller asks `next(kind)`, runs the call, and reports `add(...)`. Calls that emitted nothing,
-    calls in which exits could make no difference, and the first call of a program, which compiles,
-    are reported as None and do not count; nor do calls for which the clock shows no time. A pair
-    has calls of one `kind` (a program); pairs of several kinds may be open.
+    The caller asks `next(kind)`, runs the call, and reports it with `add(...)`. Calls that emitted
+    nothing, calls in which exits could make no difference, and the first call of a program, which
+    compiles, are reported as None and do not count; neither do calls for which the clock shows no
+    time. A pair has calls of one `kind` (a program); pairs of several kinds may be open.
     """
 
     def __init__(self, pairs: int = 4, calls: int = 64):
@@ -54,8 +60,8 @@ class Payoff:
         self._pairs, self._calls = pairs, calls
         self._found: collections.deque[float] = collections.deque(maxlen=pairs)
         self._open: dict[Hashable, Pair] = {}
-        self._first = True  # the way that the next pair begins with
-        self._left, self._between = pairs, 0  # pairs still to be measured; calls until then
+        self._first = True  # whether the next pair begins with exits
+        self._left, self._between = pairs, 0  # pairs to measure; calls until then
         self._answer: bool | None = None
         self._longer = 1
 
@@ -68,17 +74,17 @@ class Payoff:
 
     @property
     def exits(self) -> bool:
-        """Exits are used between measurements."""
+        """True if exits are used between measurements."""
         return self.ratio is None or self.ratio > 1.0
 
     @property
     def measuring(self) -> bool:
-        """The next call belongs to a pair."""
+        """True if the next call belongs to a pair."""
         return not self._between
 
     @property
     def midway(self) -> bool:
-        """A pair is open."""
+        """True if a pair is open."""
         return self.measuring and any(pair.num_calls for pair in self._open.values())
 
     def next(self, kind: Hashable = None) -> bool:
@@ -86,7 +92,7 @@ class Payoff:
         return self.exits if self._between else self._pair(kind).way
 
     def add(self, seconds: float | None, tokens: int = 0, kind: Hashable = None) -> None:
-        """Report the seconds and tokens of the call that `next` was asked for."""
+        """Report the seconds and tokens of the call that the last `next` was about."""
         if seconds is None or not tokens:
             return
         if self._between:
@@ -103,9 +109,9 @@ class Payoff:
         self._left -= 1
         if not self._left:
             same, self._answer = self._answer == self.exits, self.exits
-            self._longer = min(2 * self._longer, LONGEST) if same else 1
+            self._longer = min(2 * self._longer, MAX_INTERVAL_GROWTH) if same else 1
             self._left, self._between = self._pairs, self._calls * self._longer
-            self._open.clear()  # their seconds are of long ago when they would go on
+            self._open.clear()  # their seconds would be outdated when they continue
 
     def _pair(self, kind: Hashable) -> Pair:
         if kind not in self._open:

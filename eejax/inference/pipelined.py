@@ -58,7 +58,7 @@ class InFlightToken(NamedTuple):
     Attributes:
       x: [d] its state.
       emitted: an exit has emitted the next token from it.
-      memory: what gates remember of it.
+      memory: what gates remember about it.
     """
 
     x: jax.Array
@@ -76,7 +76,7 @@ class StageProgress(struct.PyTreeNode):
 
     Attributes:
       done: positions whose keys and values are complete on the stage (`KVCache.filled`).
-      part: parts that are done of the position after those.
+      part: finished parts of the position after those.
       come: positions that have reached the inbox, position p at index p % cap. The first stage
         reads the last emitted token instead.
       inbox: the tokens that have arrived.
@@ -92,9 +92,9 @@ class PipelineState(struct.PyTreeNode):
     """`EngineState` of a pipeline; what belongs to stages is sharded over `pipe`.
 
     Attributes:
-      progress: of the stages.
-      kept: [b] positions that are complete on the last stage, as all stages know.
-      ticks: [] since the prompts' pass.
+      progress: progress of the stages.
+      kept: [b] positions that are complete on the last stage; all stages have this number.
+      ticks: [] ticks since the prompts' pass.
     """
 
     cache: StageCache
@@ -127,7 +127,7 @@ def _on_stage(state: PipelineState, f) -> PipelineState:
     )
 
 
-enter = partial(_on_stage, f=lambda a: a[0])  # what a device has of a state, as a stage sees it
+enter = partial(_on_stage, f=lambda a: a[0])  # a device's share of a state, without the stage axis
 leave = partial(_on_stage, f=lambda a: a[None])
 
 
@@ -141,7 +141,7 @@ def _broadcast_from(chosen: jax.Array, tree: Tree) -> Tree:
 
 
 def _broadcast_emission(chosen: jax.Array, emission: Emission) -> Emission:
-    """Return on all stages what the stages have emitted; exit -1 where nothing."""
+    """Return on all stages what any stage has emitted; exit -1 where there is nothing."""
     masked = _broadcast_from(chosen, emission._replace(exit=emission.exit + 1))
     return masked._replace(exit=masked.exit - 1)
 
@@ -274,11 +274,14 @@ def decode(
 def _tick(
     stage: DecodingStage, cap: int, state: PipelineState, starts: jax.Array
 ) -> tuple[PipelineState, DecodeRecord]:
-    """Run one part on every stage, then exchange; `starts` [b]: requests that may start a token."""
+    """Run one part on every stage, then exchange.
+
+    starts: [b] bool, requests that may start a token.
+    """
     progress, b = state.progress, len(starts)
     done, part = progress.done, progress.part
-    # The first stage begins a token once the one before it is emitted and its own work on that is
-    # done. No more than `cap` are under way, so every inbox has room for all that may come.
+    # The first stage begins a token once the one before is emitted and its own work on it is done.
+    # At most `cap` tokens are in flight, so every inbox has room for them.
     room = state.position - state.kept < cap
     starts = starts & stage.first & (part == 0) & (done == state.position) & room
     busy = jnp.where(stage.first, starts | (part > 0), done < progress.come)
@@ -307,7 +310,7 @@ def _tick(
     done = done + leaves.astype(jnp.int32)
     part = jnp.where(leaves, 0, part + busy.astype(jnp.int32))
 
-    # The exchange, which every stage takes part in whatever it did.
+    # Every stage takes part in the exchange, whatever it did.
     comes, token = _from_below((leaves, token), stage.stages.partition.stages)
     inbox = _put(inbox, token, progress.come % cap, comes)
     come = progress.come + comes.astype(jnp.int32)
@@ -331,7 +334,7 @@ def _tick(
 def _from_below(tree: Tree, stages: int) -> Tree:
     """Return the tree of the stage below, zeros on the first stage.
 
-    One message is sent for each dtype, because the time of a message is its latency.
+    It sends one message for each dtype, because the time of a message is its latency.
     """
     leaves, structure = jax.tree.flatten(tree)
     for dtype in dict.fromkeys(a.dtype for a in leaves):
@@ -366,9 +369,9 @@ def _put(
 class PipelinedGenerator(Decoder):
     """A model prepared for generation on the stages of a mesh; otherwise as `generate.Generator`.
 
-    Build it with `PipelinedGenerator.make`. `GenerationResult.layers` are those on a token's way to
-    its emission, at least all of the first stage (`StagedModel.executed`), which make up the
-    paper's latency. The layers above run beside the next tokens.
+    Build it with `PipelinedGenerator.make`. `GenerationResult.layers` counts the layers on a
+    token's way to its emission, at least all of the first stage (`StagedModel.executed`); they make
+    up the paper's latency. The layers above run beside the next tokens.
     """
 
     weights: StageWeights
@@ -390,10 +393,10 @@ class PipelinedGenerator(Decoder):
 
         Args:
           layers: layers of each stage, as `pipeline.partition.partition` takes them.
-          options: `cap` is the most tokens of a request in flight; `buckets` are not used.
+          options: `cap` is the maximum tokens of a request in flight; `buckets` are not used.
 
         Raises:
-          ConfigError: where the mesh needs more devices than there are, or does not fit the model.
+          ConfigError: if the mesh needs more devices than there are, or does not fit the model.
         """
         options = EngineOptions(options) if isinstance(options, str) else options
         require(
@@ -401,7 +404,7 @@ class PipelinedGenerator(Decoder):
             "engine",
             options.engine,
             f"must be {PIPELINED!r} on stages",
-            "Generator.make takes the others.",
+            "Generator.make takes the other engines.",
         )
         config = engine_config(config, options)
         mesh = known_mesh(mesh)

@@ -1,7 +1,7 @@
 """An `engine.Engine` on the stages of a mesh that decodes as `pipelined` does.
 
-Requests are independent streams on every stage. A request that joins takes the rows of its slot in
-all that a stage keeps: keys and values, its progress, and the tokens in its inbox.
+Requests are independent streams on every stage. A request that joins takes its slot's rows of all
+that a stage keeps: keys and values, its progress, and the tokens in its inbox.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MIN_WIDTH = 16  # the shortest prompts are padded to this
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedSlotEngine(SlotEngineBase):
-    """An `engine.Engine` for "pipelined"; prompts run when they come.
+    """An `engine.Engine` for "pipelined"; prompts run when they arrive.
 
     One program is compiled for every n of `generate`, one of `prefill` and `insert` for every power
     of two of prompts, and one of `free`. Prompts run at the smallest of a few widths, chosen on the
@@ -84,7 +84,7 @@ class PipelinedSlotEngine(SlotEngineBase):
     def start(self) -> PipelineState:
         return _start(self.weights, slots=self.slots, length=self.context + 1, **self._static)
 
-    def _prefill(self, tokens, given, request) -> tuple[PipelineState, DecodeRecord]:
+    def _prefill(self, tokens, lengths, request) -> tuple[PipelineState, DecodeRecord]:
         return _prefill(self.weights, tokens, request, **self._static)
 
     def _insert(self, state, rows, slots) -> PipelineState:
@@ -127,12 +127,12 @@ def _start(weights, *, stages, cap, slots, length) -> PipelineState:
 
 @partial(jax.jit, static_argnames=("stages", "cap"))
 def _prefill(weights, tokens, request, *, stages, cap) -> tuple[PipelineState, DecodeRecord]:
-    """Run prompts; every data shard has all rows, so a state has them that many times."""
+    """Run prompts; every data shard has all rows, so a state has each row once per shard."""
     n, context = tokens.shape
 
     def local(weights, tokens, request):
         def run(part):
-            stage = DecodingStage(stages, weights)  # of its own: it keeps what a branch computes
+            stage = DecodingStage(stages, weights)  # one per branch, as it keeps computed values
             own = varying((part, request), DATA)
             return pipelined.pass_prompts(stage, cap, context, *own)
 
@@ -152,7 +152,7 @@ def _insert(state, rows, slots, *, stages) -> PipelineState:
         state, rows = pipelined.enter(state), pipelined.enter(rows)
         n, b = len(rows.token), len(state.token)
         rows = rows.replace(cache=_pad_cache(rows.cache, state.cache), ticks=None)
-        slots = sharded.own(slots, len(state.token), stages.axes)
+        slots = sharded.local_slots(slots, len(state.token), stages.axes)
         new = _put(state.replace(ticks=None), rows, slots, n, b)
         return pipelined.leave(new.replace(ticks=state.ticks))
 
@@ -162,11 +162,11 @@ def _insert(state, rows, slots, *, stages) -> PipelineState:
 
 @partial(jax.jit, static_argnames="stages", donate_argnums=0)
 def _free(state, slots, *, stages) -> PipelineState:
-    """Free slots, and drop what is in flight of their requests."""
+    """Free slots, and drop the in-flight tokens of their requests."""
 
     def local(state, slots):
         state = pipelined.enter(state)
-        slots = sharded.own(slots, len(state.token), stages.axes)
+        slots = sharded.local_slots(slots, len(state.token), stages.axes)
 
         def none(a):
             return a.at[slots].set(0, mode="drop")

@@ -93,11 +93,11 @@ class ExitPolicy(struct.PyTreeNode):
         Raises:
           ConfigError: for thresholds outside [0, 1], NaN, a wrong shape, an unknown gate, or an
             exit that the model does not have.
-          TypeError: for a rule that there is not.
+          TypeError: for an unknown rule.
         """
         known = ExitRules.__optional_keys__
         if unknown := sorted(set(rules) - known):
-            raise TypeError(f"unknown exit rules {unknown}; there are {sorted(known)}")
+            raise TypeError(f"unknown exit rules {unknown}; known are {sorted(known)}")
         exits, gate = rules.get("exits"), rules.get("gate", "max_probability")
         prefill_exit, decay = rules.get("prefill_exit", False), rules.get("decay")
         min_exit_layer = rules.get("min_exit_layer", 0)
@@ -109,7 +109,7 @@ class ExitPolicy(struct.PyTreeNode):
         require(bool(np.all((a >= 0) & (a <= 1))), "threshold", threshold, "must lie in [0, 1]")
         named = isinstance(gate, str | list | tuple)
         kinds = [gate] * batch if isinstance(gate, str) else list(gate) if named else []
-        require(len(kinds) == batch, "gate", gate, f"must be one name, or {batch}: one each")
+        require(len(kinds) == batch, "gate", gate, f"must be one name, or {batch}, one per request")
         for kind in kinds:
             require_one_of("gate", kind, GATES)
         least = _numbers(
@@ -127,7 +127,7 @@ class ExitPolicy(struct.PyTreeNode):
             whether.dtype == bool and whether.shape in ((), (batch,)),
             "prefill_exit",
             prefill_exit,
-            f"must be True or False, or {batch} of them: one each",
+            f"must be True or False, or {batch} of them, one per request",
         )
         ahead = _numbers("drafts", drafts, batch, "must be a number of tokens", whole=True)
         boundaries = [e.boundary for e in config.exits]
@@ -136,8 +136,8 @@ class ExitPolicy(struct.PyTreeNode):
             config, np.array([kind == "router" for kind in kinds]), active, exits
         )
 
-        # On the host: to move them one by one would compile a program for every number of requests.
-        def rows(a, dtype, *shape) -> Any:  # an array of the host stands in for the device's
+        # On the host: moving them one by one would compile a program for every number of requests.
+        def rows(a, dtype, *shape) -> Any:  # a host array stands in for a device array
             return np.array(np.broadcast_to(np.asarray(a, dtype), (batch, *shape)))
 
         return cls(
@@ -151,7 +151,7 @@ class ExitPolicy(struct.PyTreeNode):
         )
 
     def may_fire(self, e: int) -> jax.Array:
-        """Return [b] bool: exit e can fire at all."""
+        """Return [b] bool, whether exit e can fire at all."""
         return self.active[:, e] & (self.thresholds[:, e] < 1) & ~self.paused
 
     def threshold(self, e: int, progress: jax.Array) -> jax.Array:
@@ -169,12 +169,13 @@ def _numbers(
     largest = min(most, np.iinfo(np.int32).max if whole else np.finfo(np.float32).max)
     ok = a.dtype.kind in ("iu" if whole else "iuf") and bool(np.all((a >= 0) & (a <= largest)))
     require(ok, name, value, allowed)
-    require(a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each")
+    allowed_shape = f"must be one number, or {batch}, one per request"
+    require(a.shape in ((), (batch,)), name, value, allowed_shape)
     return np.broadcast_to(a, (batch,))
 
 
 def _active(boundaries: list[int], batch: int, exits: Any) -> np.ndarray:
-    """Return [b, E] bool, the exits that `ExitPolicy.make` is asked for."""
+    """Return [b, E] bool, the active exits among the arguments of `ExitPolicy.make`."""
     listed = exits is None or isinstance(exits, list | tuple | np.ndarray)
     require(listed, "exits", exits, f"must be a list of boundaries, among {boundaries}")
     chosen: list[Any] = boundaries if exits is None else list(exits)
@@ -183,7 +184,7 @@ def _active(boundaries: list[int], batch: int, exits: Any) -> np.ndarray:
         not each or len(chosen) == batch,
         "exits",
         chosen,
-        f"must be boundaries, or {batch} lists of them: one each",
+        f"must be boundaries, or {batch} lists of them, one per request",
     )
     rows = chosen if each else [chosen] * batch
     for row in rows:
@@ -219,7 +220,7 @@ def _restrict_to_routers(
         "`eejax calibrate` (or eejax.calibrate) trains them.",
     )
     named = exits is not None and bool((active[by_router] & ~has).any())
-    require(not named, "exits", exits, f"the exits at {lacking} have no router")
+    require(not named, "exits", exits, f"must have routers, which the exits at {lacking} lack")
     return active & (has | ~by_router[:, None])
 
 
@@ -259,11 +260,11 @@ class ExitInput(NamedTuple):
       e: number of the exit.
       state: [b, d] hidden states at its boundary.
       head: computes logits [b, v] or statistics of them; each call costs a product with the head.
-      allowed: [b] bool, the request may leave here.
+      allowed: [b] bool, whether the request may leave here.
       position: [b] int32, position of the token to emit.
       progress: [b] float32, share of the request's tokens that come before it.
-      policy, sampling: the requests'.
-      router: the exit's router network, from states to confidences; None without one.
+      policy, sampling: settings of the requests.
+      router: the exit's router network, from states to confidences, or None.
       logits_params: per-request logits processing; None where the engine does not support it.
       process_logits: applies `logits_params` to logits [b, v].
     """
@@ -291,9 +292,9 @@ def emit_early(
 ) -> tuple[Emission, Memory]:
     """Emit a token from an early exit where its gate fires.
 
-    Only requests that are allowed and undecided take part. Logits are computed where the gate reads
-    them, where a gate that does not read them fires and, with `measure`, which fills in margins,
-    wherever the exit could fire. Where no request samples and a kernel computes the statistics, the
+    Only requests that are allowed and undecided take part. Logits are computed if the gate reads
+    them, if a gate that does not read them fires and, with `measure`, which fills in margins,
+    wherever the exit could fire. If no request samples and a kernel computes the statistics, the
     logits are never written.
 
     drafts [b] bool: requests that get a draft token, with no exit, where no gate fires.
@@ -334,7 +335,7 @@ def emit_early(
         )
         conf, fires, memory = fired(seen, after, memory)
         if measure:
-            # Patience counts agreements: what may tip it are the tokens and not the count.
+            # Patience counts agreements: its outcome depends on the tokens, not on the count.
             counts = kind == confidence.PATIENCE
             near = jnp.where(counts, top_gap(logits, top), jnp.abs(conf - threshold))
             near = jnp.where(open_, near, jnp.inf)
@@ -353,10 +354,12 @@ def emit_early(
 
 
 def _emit(carry, look, needed, asked, by_logits, by_statistics):
-    """Return `carry` unchanged, served by logits, or served by statistics.
+    """Update `carry` from logits or from statistics of them, or return it unchanged.
 
-    needed [b]: the head is needed. asked [b]: requests that it serves. by_statistics also takes
-    what the head computes of its logits. This is one three-way branch because a GPU waits for each.
+    It is a single three-way branch, because a GPU waits at each branch.
+
+    needed: [b] bool, whether the head is needed. asked: [b] bool, requests that it serves.
+    by_statistics also takes the head's statistics.
     """
     statistics = look.head.confidence
     if statistics is None or by_statistics is None:
@@ -370,7 +373,7 @@ def _emit(carry, look, needed, asked, by_logits, by_statistics):
 
 
 def _sample(emission: Emission, look: ExitInput, logits, conf, asked) -> Emission:
-    """Return what an exit emits by logits [b, v], with confidences [b].
+    """Return an exit's emission from logits [b, v], with confidences [b].
 
     Log-probability and most likely tokens are those of the unprocessed logits.
     """

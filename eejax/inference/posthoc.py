@@ -30,7 +30,7 @@ class PassRows(NamedTuple):
       row: [b] int32, the row that emits.
       real: [b] int32, rows that are real.
       position: [b] int32, positions of the emitted tokens.
-      early: [b] bool, early exits may emit.
+      early: [b] bool, whether early exits may emit.
     """
 
     x: jax.Array
@@ -50,8 +50,8 @@ def _pass(
 ) -> tuple[KVCache, Emission]:
     """Run rows through all segments and emit tokens.
 
-    Only the engine "posthoc" measures margins: the others must take the time of their layers and
-    heads alone.
+    Only the engine "posthoc" measures margins: the other engines may spend time only on their
+    layers and heads.
     """
     x, b = rows.x, rows.x.shape[0]
 
@@ -84,14 +84,14 @@ def prefill(
 ) -> tuple[EngineState, DecodeRecord]:
     """Run prompts through all loaded layers and emit the first token of each request.
 
-    The first token leaves by an early exit only under `policy.prefill_exit`. That skips the heads
+    The first token leaves by an early exit only with `policy.prefill_exit`. That skips the heads
     of later exits once all requests have left, but no layer: the next tokens need the prompt's keys
     and values at every depth. Without it, the heads of the early exits are skipped instead.
 
     Args:
-      plan: the state's.
+      plan: plan of the new state.
       tokens: [b, t] int32, right-padded prompts of `request.start` >= 1 tokens.
-      request: their requests; a slot each.
+      request: the requests, one for each slot.
       options: `EngineOptions.resolved`.
       length: positions of cache.
 

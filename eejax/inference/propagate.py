@@ -5,7 +5,7 @@ at that exit (CALM; Schuster et al. 2022, section 3.1): of each deeper layer, on
 projections to keys and values are run. Later tokens attend to these approximations or, with
 `EngineOptions.propagate` = "mask", do not attend to such a token in the layers that it skipped. So
 this is the one engine whose texts may differ from those of `posthoc`, wherever a token left early.
-What a request gets does not depend on the other requests of its batch.
+A request's text does not depend on the other requests of its batch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def step(
 ) -> tuple[EngineState, DecodeRecord]:
     """Decode one token of every live request through as many segments as some request needs.
 
-    The record's `layers` are those that were run completely.
+    The record's `layers` counts the layers that were run completely.
     """
     cache, live, request = state.cache, state.decodes, state.request
     runner = SegmentRunner(weights, config)
@@ -42,17 +42,17 @@ def step(
 
     for e in range(runner.last + 1):
         if e:
-            # Who left is carried along where others go deeper, with a state that changes no more:
-            # each layer then writes for it what is propagated where nobody goes.
+            # Where some requests go deeper, those that left are carried along with a state that no
+            # longer changes: each layer writes for them what `propagate` would.
             goes_deeper = live & (emission.exit < 0)
             some = jnp.any(goes_deeper)
-            seen = newest | (state.reach >= e) if masks else None
-            run = partial(runner.run, e, start=start, active=goes_deeper, seen=seen)
+            visible = newest | (state.reach >= e) if masks else None
+            run = partial(runner.run, e, start=start, active=goes_deeper, visible=visible)
             ways = [partial(_run, run)]
             if not masks:
                 ways.append(partial(_fill, runner, e, start))
-            # x and h are one array, as nothing reads the last segment's x: where that is dropped
-            # from among the results, XLA's CPU backend copies the caches beside it.
+            # x and h are one array. Nothing reads the last segment's x, and if it were dropped from
+            # the results, XLA's CPU backend would copy the caches beside it.
             carried = jnp.concatenate([x, h], 1), segments[e], blocks[e]
             way = jnp.where(some, 1, 0 if masks else 2)
             both, segments[e], blocks[e] = run_branch(way, ways, carried)

@@ -1,4 +1,4 @@
-"""A request to an engine, and what comes back of it."""
+"""A request to an engine, and its outputs."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ class FinishReason(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EngineRequest:
-    """A request for up to `max_tokens` tokens behind a prompt.
+    """A request for up to `max_tokens` tokens after a prompt.
 
     It passes unchanged, under one id, from the HTTP server to the scheduler of an engine's slots.
 
     Attributes:
       request_id: unique among unfinished requests.
       prompt: token ids.
-      max_tokens: most tokens to generate.
+      max_tokens: maximum tokens to generate.
       policy: exit rules of one request. None: no exit. The models of a fleet have their own.
       sampling: sampling of one request. None: greedy.
       logits_params: penalties and biases of one request, or None.
       stop_token_ids: tokens that end it.
       priority: requests of higher priority come first.
-      objective: name of its own objective among those of a fleet; None: the fleet's.
+      objective: name of the request's own objective among those of a fleet; None for the fleet's.
     """
 
     request_id: str
@@ -70,7 +70,7 @@ class EngineRequest:
 
     def __post_init__(self):
         named = isinstance(self.request_id, str) and bool(self.request_id)
-        require(named, "request_id", self.request_id, "must be a string that is not empty")
+        require(named, "request_id", self.request_id, "must be a nonempty string")
         require_count("max_tokens", self.max_tokens)
         whole = isinstance(self.priority, numbers.Integral) and not isinstance(self.priority, bool)
         require(whole, "priority", self.priority, "must be an integer")
@@ -83,7 +83,7 @@ class EngineRequest:
             ok = part is None or isinstance(part, kind)
             require(ok, name, part, f"must be made by {kind.__name__}.make, or None")
             rows = {len(a) for a in jax.tree.leaves(part)} or {1}
-            require(rows == {1}, name, f"{sorted(rows)} rows", "must be of one request")
+            require(rows == {1}, name, f"{sorted(rows)} rows", "must be for one request")
         for name in ("prompt", "stop_token_ids"):
             object.__setattr__(self, name, _token_ids(name, getattr(self, name)))
 
@@ -97,7 +97,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 
 
 def require_new_id(request_id: str, taken: Container[str]) -> None:
-    """Raise ConfigError where an unfinished request has the id."""
+    """Raise ConfigError if an unfinished request has the id."""
     allowed = "must not be the id of an unfinished request"
     require(request_id not in taken, "request_id", request_id, allowed)
 
@@ -109,7 +109,7 @@ class Token(NamedTuple):
       id: the token.
       exit: number of the emitting exit.
       logprob: its natural log-probability.
-      confidence: of the emitting exit's gate.
+      confidence: confidence of the emitting exit's gate.
       layers: layers below the emitting exit.
       top_logprobs: (token, log-probability) of the most likely tokens, as many as were requested.
       model: name of the model that emitted it, where there are several.

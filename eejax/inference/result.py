@@ -19,7 +19,7 @@ RESET = "\x1b[0m"
 
 @dataclasses.dataclass(frozen=True)
 class GenerationResult:
-    """Tokens that were generated so far; arrays are [b, n], n the most tokens of any request.
+    """Tokens that were generated so far; arrays are [b, n], n the maximum tokens of any request.
 
     Attributes:
       tokens: ids, -1 beyond a request's own length.
@@ -29,16 +29,16 @@ class GenerationResult:
         `n_exits`, one more than the last early one. -1 beyond `lengths`. The engine "full" has no
         early exits and emits all tokens from exit 0.
       confidences: confidence of the emitting exit.
-      layers: layers that the device ran since the request's token before. A batch shares its steps.
-        Of several tokens of a step the first has the layers and the others 0. The engine
-        "pipelined" has no steps: there it is the layers on the token's way until the next one can
-        start.
+      layers: layers that the device ran since the request's previous token, in steps that the batch
+        shares. If a step emits several tokens, the first has its layers and the others 0. The
+        engine "pipelined" has no steps: there it is the layers on the token's way until the next
+        one can start.
       margins: see `DecodeRecord`; infinite for engines that do not measure it.
       drafted: 1 for a token that an exit drafted before it was decided, else 0.
       accepted: 1 where that draft was right, else 0.
       lengths: [b] tokens of each request.
       prompts: token ids of each request's prompt.
-      finish: per request why it ended, None while it runs.
+      finish: why each request ended, None while it runs.
       exit_boundaries: boundary of each exit, the final one last.
       n_layers: layers of the model.
     """
@@ -64,7 +64,7 @@ class GenerationResult:
 
     @property
     def boundaries(self) -> np.ndarray:
-        """[b, n] layers below the emitting exit, -1 beyond `lengths`.
+        """Layers below the emitting exit, [b, n]; -1 beyond `lengths`.
 
         An early exit after all layers has the boundary of the final exit, and a number of its own.
         """
@@ -72,7 +72,7 @@ class GenerationResult:
 
     @property
     def prompt_lengths(self) -> np.ndarray:
-        """[b] tokens of each prompt."""
+        """Number of tokens of each prompt, [b]."""
         return np.array([len(prompt) for prompt in self.prompts])
 
     @property
@@ -121,14 +121,14 @@ class GenerationResult:
     def text(self, i: int, decode_text: Decode) -> str:
         """Return request i's text as it continues its prompt.
 
-        Decoders drop a space that begins a text; behind a prompt that space is kept.
+        Decoders drop a space that begins a text; after a prompt that space is kept.
         """
         return text_behind(decode_text, self.prompts[i], self.ids(i))
 
     def pieces(self, i: int, decode_text: Decode) -> Iterator[tuple[str, int]]:
         """Yield request i's text in parts, each with the index of the token that completes it.
 
-        A character that is made of several tokens is one part, with the last of them.
+        A character made of several tokens is one part, with the index of the last of them.
         """
         stream, ids = PieceStream(decode_text, self.prompts[i]), self.ids(i)
         for j, token in enumerate(ids):
@@ -144,9 +144,10 @@ class GenerationResult:
 
 
 class Collector:
-    """Collects an engine's records into growing `GenerationResult`s and reads each token once.
+    """Collector of an engine's records into growing `GenerationResult`s.
 
-    Results share one buffer: what an earlier result shows is never overwritten.
+    It reads each token once. Results share one buffer, in which tokens of earlier results are never
+    overwritten.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Collector:
         Args:
           prompts: token ids of each request's prompt.
           max_new: [b] tokens that a request may get.
-          limits: [b] finish of a request that gets its `max_new` tokens: LENGTH or CONTEXT.
+          limits: [b] reason for the end of a request with `max_new` tokens: LENGTH or CONTEXT.
         """
         self._config = config
         self._prompts = tuple(tuple(int(i) for i in prompt) for prompt in prompts)
@@ -192,7 +193,7 @@ class Collector:
     def add(self, record: DecodeRecord) -> GenerationResult:
         """Add a record [n, b] and return all tokens so far.
 
-        A step emitted nothing for a request where the exit is -1. A request ends with its first
+        Where the exit is -1, a step emitted nothing for the request. A request ends with its first
         stop token, or with the token that completes a stop string. Raises as `Decoder.stream`.
         """
         new = jax.tree.map(lambda a: np.asarray(a).T, record)
@@ -257,8 +258,8 @@ def string_end(
 ) -> list[int]:
     """Return [length of the shortest prefix of `ids` whose text contains a stop string], or [].
 
-    The first `before` ids are known to contain none. Of them, only as many are decoded as a stop
-    string could reach back into. `context` are the ids before them.
+    The first `before` ids are known to contain none; only as many of them are decoded as a stop
+    string could reach back into. `context` has the ids before `ids`.
     """
 
     def text(begin: int, end: int) -> str:
@@ -267,7 +268,7 @@ def string_end(
     def found(begin, end):
         return any(s in text(begin, end) for s in strings)
 
-    # A few more characters: a text cut out of another may begin with other ones.
+    # A few characters more: decoding from the middle of a text may change the first ones.
     reach = max(map(len, strings)) + 8
     back = reach
     while back < before and len(text(before - back, before)) < reach:

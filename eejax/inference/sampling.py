@@ -53,13 +53,16 @@ class SamplingParams(struct.PyTreeNode):
         if isinstance(seed, int | np.integer) and not isinstance(seed, bool):
             seed = [int(seed) + i for i in range(batch)]
 
-        def field(name, value, dtype, ok, allowed) -> Any:  # the host's stand in for the device's
+        def field(name, value, dtype, ok, allowed) -> Any:  # a host array stands in for a device's
             a = require_array(name, value, allowed)
             number = a.dtype.kind in ("iu" if dtype is np.int32 else "iuf")
-            fits = number and bool(np.all(np.abs(a) <= np.finfo(np.float32).max))  # NaN does not
+            fits = number and bool(np.all(np.abs(a) <= np.finfo(np.float32).max))  # False for NaN
             require(fits and bool(np.all(ok(a))), name, value, allowed)
             require(
-                a.shape in ((), (batch,)), name, value, f"must be one number, or {batch}: one each"
+                a.shape in ((), (batch,)),
+                name,
+                value,
+                f"must be one number, or {batch}, one per request",
             )
             return np.array(np.broadcast_to(a.astype(dtype), (batch,)))
 
@@ -80,12 +83,12 @@ class SamplingParams(struct.PyTreeNode):
 def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
     """Return logits [b, v] after temperature, with tokens outside top-k, top-p and min-p masked.
 
-    The filters are applied in that order, as is usual, each to what the one before left. The most
-    likely token always stays. Logits are relative to its own, so that no temperature takes them out
-    of float32's range.
+    The filters are applied in that order, as is usual, each to the tokens that passed the one
+    before. The most likely token always stays. Logits are relative to its logit, so that no
+    temperature takes them out of float32's range.
     """
     t = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    v, real = logits.shape[-1], logits > NEGATIVE  # rows that pad the vocabulary are not
+    v, real = logits.shape[-1], logits > NEGATIVE  # False for padding of the vocabulary
     y = (logits - jnp.max(logits, -1, keepdims=True)) / t[:, None]
     rank = jnp.where(real, _ordered(y), np.iinfo(np.int32).min)
     k = jnp.where(sampling.top_k > 0, jnp.minimum(sampling.top_k, v), v)
@@ -94,7 +97,7 @@ def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
         return jnp.sum(rows.astype(jnp.int32), -1)
 
     kth = _least(lambda r: count(rank[:, None] > r[:, :, None]) < k[:, None], rank)
-    # Tokens that tie for the k-th place share the places that are left.
+    # Of tokens that tie for the k-th place, the first ones fill the remaining places.
     above, tied = rank > kth[:, None], rank == kth[:, None]
     room = (k - count(above)) / jnp.maximum(count(tied), 1)
     ratio = jnp.exp(y)  # to the most likely token
@@ -120,11 +123,11 @@ def _ordered(y: jax.Array) -> jax.Array:
 
 
 def _least(holds: Callable[[jax.Array], jax.Array], rank: jax.Array) -> jax.Array:
-    """Search, for each row of `rank` [rows, v], the least int32 for which a predicate holds.
+    """Find, for each row of `rank` [rows, v], the smallest int32 for which a predicate holds.
 
-    The number is found digit by digit. Nothing is sorted: a sort takes XLA ten times as long on a
-    CPU, and on a GPU it may be a call into CUB, which no CUDA graph can hold, so that the host
-    would run the whole decoding loop. On a GPU digits are wide, for few launches.
+    It is found digit by digit. Nothing is sorted: a sort takes XLA ten times as long on a CPU, and
+    on a GPU it may be a call into CUB, which no CUDA graph can hold, so that the host would run the
+    whole decoding loop. On a GPU digits are wide, for few launches.
 
     Args:
       holds: function of numbers [rows, n] to booleans [rows, n], true from some number on.

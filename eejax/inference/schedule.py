@@ -15,11 +15,11 @@ from flax import struct
 from eejax.common.errors import require, require_array
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
-FIRST_ACCEPTANCE = np.float32(0.8)  # share of drafts taken to be accepted before any was made
-FRESH = np.float32(0.2)  # weight of one more draft in the running share of accepted ones
-REVIVAL = np.float32(0.01)
-"""Growth of that share towards 1 for a token without drafts, so that they are tried again: in vain
-once in some ten tokens or more, where they are never accepted."""
+INITIAL_ACCEPTANCE = np.float32(0.8)  # assumed share of accepted drafts before any was made
+ACCEPTANCE_WEIGHT = np.float32(0.2)  # weight of one more draft in the running share
+ACCEPTANCE_RECOVERY = np.float32(0.01)
+"""Growth of that share towards 1 for a token without drafts, so that drafts are tried again. If
+they are never accepted, one draft is wasted in some ten tokens or more."""
 
 
 class BatchPlan(struct.PyTreeNode):
@@ -30,7 +30,7 @@ class BatchPlan(struct.PyTreeNode):
     Attributes:
       fill: [segments] int32, slots that must wait below a segment before it runs, while other slots
         have work elsewhere. 1 delays no slot.
-      patience: [segments] int32, steps that a slot may be delayed at most.
+      patience: [segments] int32, maximum steps that a slot may be delayed.
       in_place: [segments] float32, seconds to run one row of every slot.
       packed: [segments, buckets] float32, seconds to run that many rows of some slots, without
         their attention.
@@ -86,7 +86,7 @@ class BatchPlan(struct.PyTreeNode):
             require(ok, f"plan.{name}", value, allowed)
             given[name] = a.astype(np.float32)
         for name, value in (("fill", fill), ("patience", patience)):
-            allowed = f"must be a whole number, or {segments}: one a segment"
+            allowed = f"must be a whole number, or {segments}, one per segment"
             a = require_array(f"plan.{name}", value, allowed)
             ok = a.dtype.kind in "iu" and a.shape in ((), (segments,))
             ok = ok and bool(np.all((a >= 0) & (a <= np.iinfo(np.int32).max)))
@@ -114,36 +114,36 @@ class SlotProgress(NamedTuple):
 
     @property
     def live(self) -> Any:
-        """[slots] bool: the slot has a request that is not finished."""
+        """Slots with a request that is not finished, [slots] bool."""
         return self.remaining > 0
 
     @property
     def in_prefill(self) -> Any:
-        """[slots] bool: part of the prompt has not run yet."""
+        """Slots whose prompt has not run completely, [slots] bool."""
         return self.live & (self.filled[:, 0] < self.prompt_len)
 
     @property
     def num_pending(self) -> Any:
-        """[slots] pending rows: the one that decides, and those behind it that read drafts."""
+        """Number of pending rows, [slots]: the one that decides, and those that read drafts."""
         return self.filled[:, 0] - self.position
 
     @property
     def next_segment(self) -> Any:
-        """[slots] the segment that the row at `position` runs through next."""
+        """The segment that the row at `position` runs through next, [slots]."""
         return (self.filled > self.position[:, None]).astype(np.int32).sum(-1)
 
     def at_cap(self, cap: int) -> Any:
-        """[slots] bool: `cap` tokens wait, so they must go deeper before another one starts."""
+        """Return [slots] bool, whether `cap` tokens wait, so that no other may start."""
         return self.filled[:, 0] - self.filled[:, -1] >= cap
 
     def must_run(self, e: int, cap: int) -> Any:
-        """[slots] bool: rows that wait below segment e, of those above the first, should run."""
+        """Return [slots] bool, whether rows that wait below segment e > 0 should run."""
         undecided = (self.num_pending > 0) & (self.next_segment == e)
         deepened = self.at_cap(cap) & (self.filled[:, e - 1] > self.filled[:, e])
         return self.live & ~self.in_prefill & (undecided | deepened)
 
     def can_start(self, cap: int, drafts: Any) -> Any:
-        """[slots] bool: the first segment has a row to run.
+        """Return [slots] bool, whether the first segment has a row to run.
 
         The row reads the token that was emitted last or, where at most `drafts` [slots] rows are
         pending, and fewer than `remaining`, a draft.
@@ -154,23 +154,25 @@ class SlotProgress(NamedTuple):
         return ready & ((pending <= 0) | may_draft)
 
 
-def best_drafts(xp: Any, acceptance: Any, cost: Any, allowed: Any, most: int) -> Any:
-    """Find the number of drafts, [slots] int32, that promises the most tokens for their time.
+def best_drafts(xp: Any, acceptance: Any, cost: Any, allowed: Any, max_drafts: int) -> Any:
+    """Return the numbers of drafts, [slots] int32, that promise the most tokens per time.
 
-    With a share a of drafts accepted, k drafts give 1 + a + .. + a^k tokens (Leviathan et al. 2023,
-    eq. 1) in the time of 1 + c k full steps. It is 0 where no number beats a full step.
+    If a share a of drafts is accepted, k drafts give 1 + a + .. + a^k tokens (Leviathan et al.
+    2023, eq. 1) in the time of 1 + c k full steps. The number is 0 where none beats a full step.
 
     Args:
       acceptance: [slots] float32, share of drafts that are accepted.
-      cost: [] float32, c. With 0 it is all that are allowed.
-      allowed: [slots] int32, the most of each slot.
-      most: the most of any slot.
+      cost: [] float32, c. With 0 all allowed drafts are made.
+      allowed: [slots] int32, maximum of each slot.
+      max_drafts: maximum of any slot.
     """
-    drafts = np.arange(most + 1, dtype=np.float32)[None]
+    drafts = np.arange(max_drafts + 1, dtype=np.float32)[None]
     tokens = xp.cumsum(acceptance[:, None] ** drafts, -1)
     gain = tokens / (np.float32(1) + cost * drafts)
-    # The first of the largest, without a reduction of pairs.
-    best = xp.min(xp.where(gain >= xp.max(gain, -1, keepdims=True), drafts, np.float32(most)), -1)
+    # The smallest number with the largest gain, without a paired reduction.
+    best = xp.min(
+        xp.where(gain >= xp.max(gain, -1, keepdims=True), drafts, np.float32(max_drafts)), -1
+    )
     return xp.where(cost > 0, xp.minimum(best.astype(np.int32), allowed), allowed)
 
 
@@ -180,12 +182,12 @@ def update_acceptance(xp: Any, acceptance: Any, tried: Any, accepted: Any) -> An
     Args:
       acceptance: [slots] float32, the share before.
       tried: [slots] int32, drafts up to the first wrong one.
-      accepted: [slots] int32, those of them that were right.
+      accepted: [slots] int32, number of them that were right.
     """
     tried = tried.astype(np.float32)
     fresh = accepted.astype(np.float32) / xp.maximum(tried, np.float32(1))
-    keep = (1 - FRESH) ** tried
-    revived = acceptance + REVIVAL * (1 - acceptance)
+    keep = (1 - ACCEPTANCE_WEIGHT) ** tried
+    revived = acceptance + ACCEPTANCE_RECOVERY * (1 - acceptance)
     return xp.where(tried > 0, keep * acceptance + (1 - keep) * fresh, revived)
 
 
@@ -193,10 +195,11 @@ class SegmentDemand(NamedTuple):
     """Slots that could run a segment in this step.
 
     Attributes:
-      ready: [slots] bool, the slot has rows that should run.
+      ready: [slots] bool, whether the slot has rows that should run.
       rows: [slots] int32, the number of those rows.
-      can_join: [slots] bool, the slot's oldest row belongs to an emitted token and could run too.
-      others_busy: [] bool, other slots have work elsewhere.
+      can_join: [slots] bool, whether the slot's oldest row belongs to an emitted token and could
+        run too.
+      others_busy: [] bool, whether other slots have work elsewhere.
     """
 
     ready: Any
@@ -206,9 +209,10 @@ class SegmentDemand(NamedTuple):
 
 
 def segment_demand(xp: Any, e: int, at: SlotProgress, cap: int, can_start: Any) -> SegmentDemand:
-    """Find the demand for segment e.
+    """Return the demand for segment e.
 
-    can_start [slots] bool: the slot has a row for the first segment (`SlotProgress.can_start`).
+    can_start: [slots] bool, whether the slot has a row for the first segment
+    (`SlotProgress.can_start`).
     """
     if e == 0:
         return SegmentDemand(
@@ -226,7 +230,7 @@ class SegmentBatch(NamedTuple):
     Attributes:
       mode: [] int32, SKIP, IN_PLACE, or PACKED + the number of the bucket.
       rows: [slots] int32, rows of each slot that run.
-      order: [slots] int32, slots, those whose rows are packed first.
+      order: [slots] int32, slots in the order in which their rows are packed.
       spans: [] int32, spans of packed rows.
     """
 
@@ -247,15 +251,15 @@ def select_batch(
 ) -> SegmentBatch:
     """Choose the rows that segment e runs, and the mode.
 
-    Slots are taken in the order in which they came, as far as the largest bucket reaches. All of
-    them are delayed while they are few, other slots have work, and none has used up its patience.
-    Otherwise the faster mode is chosen: their rows packed into the smallest bucket that holds
-    them or, where each slot has one row, all slots in place, joined by those that can.
+    Slots are taken in the order of their arrival, until the largest bucket is full. All of them are
+    delayed while they are few, other slots have work, and none has used up its patience. Otherwise
+    the faster mode is chosen: their rows packed into the smallest bucket that holds them or, if
+    each slot has one row, all slots in place, including those that can join.
 
     Args:
       buckets: row counts that packed segments are compiled for, ascending.
       width: rows of a span.
-      demand: what `segment_demand` found.
+      demand: result of `segment_demand`.
       waited: [slots] int32, steps that each slot has waited.
     """
     ready, rows, _, others_busy = demand
@@ -271,7 +275,7 @@ def select_batch(
     spans = xp.sum(-(-taken // width))
     bucket = xp.sum((np.asarray(buckets) < xp.sum(taken)).astype(np.int32))
     costs = plan.packed[e] + plan.span[e] * spans.astype(np.float32)
-    # In place also where the largest bucket would leave some out.
+    # In place also if the largest bucket does not hold all rows.
     cheaper = (plan.in_place[e] <= costs[bucket]) | (total_wanted[-1] > most)
     in_place = (xp.max(wanted) <= 1) & cheaper
     mode = xp.where((n == 0) | delayed, SKIP, xp.where(in_place, IN_PLACE, PACKED + bucket))
@@ -282,7 +286,7 @@ def select_batch(
 def select_prefill(xp: Any, at: SlotProgress, since: Any, chunk: int) -> tuple[Any, Any]:
     """Choose the prompt rows that run in this step, at most `chunk` of them.
 
-    Slots are taken in the order in which they came, each as far as there is room.
+    Slots are taken in the order of their arrival, each as far as there is room.
 
     Args:
       since: [slots] int32, the step in which each slot was filled.
@@ -299,8 +303,8 @@ def select_prefill(xp: Any, at: SlotProgress, since: Any, chunk: int) -> tuple[A
 def stable_ranks(xp: Any, keys: Any) -> tuple[Any, Any]:
     """Sort keys [n] stably: (indices [n] in sorted order, rank [n] of each key).
 
-    All keys are compared with all: for as few keys as there are slots, XLA does this faster than
-    two sorts.
+    It compares all pairs of keys: for as few keys as there are slots, XLA does this faster than two
+    sorts.
     """
     i = xp.arange(len(keys), dtype=np.int32)
     before = (keys[None] < keys[:, None]) | ((keys[None] == keys[:, None]) & (i[None] < i[:, None]))

@@ -2,7 +2,7 @@
 
 The host decides once a step, while the device still works on the step before: a step dispatches the
 engine's next call, then reads what the previous call emitted. So the end of a request is known one
-call late, and its slot is free from the call after. Within a call the engine itself ends the
+call late, and its slot is free from the next call on. Within a call the engine itself ends the
 request.
 """
 
@@ -42,9 +42,11 @@ class ScheduledRequest:
     """A request in the scheduler.
 
     Attributes:
-      request: as it was added.
+      request: the request as it was added.
       row: the same as arrays of one row, as engines take it.
       order: its place in the queue, by priority and arrival.
+      calls: calls in flight in which it has a slot.
+      fresh: whether no token has come since it got its slot.
     """
 
     request: EngineRequest
@@ -53,8 +55,8 @@ class ScheduledRequest:
     finish: FinishReason | None = None
     tokens: list[Token] = dataclasses.field(default_factory=list)
     slot: int = -1
-    calls: int = 0  # under way in which it has a slot
-    fresh: bool = True  # no token has come since it got its slot
+    calls: int = 0
+    fresh: bool = True
 
     @property
     def request_id(self) -> str:
@@ -62,12 +64,12 @@ class ScheduledRequest:
 
     @property
     def length(self) -> int:
-        """Number of its tokens, those of the prompt included."""
+        """Number of its tokens, including the prompt's."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
     def token_ids(self) -> list[int]:
-        """Its prompt, and the tokens behind it."""
+        """Token ids of its prompt and of the tokens after it."""
         return [*self.request.prompt, *(token.id for token in self.tokens)]
 
 
@@ -75,7 +77,7 @@ E = TypeVar("E", bound=Engine)
 
 
 class StepLoop(abc.ABC):
-    """Base of schedulers that serve requests step by step until they are `idle`."""
+    """Base class of schedulers that serve requests step by step until they are `idle`."""
 
     @property
     @abc.abstractmethod
@@ -95,12 +97,12 @@ class StepLoop(abc.ABC):
 
 
 class Scheduler(StepLoop, Generic[E]):
-    """Serves requests in an engine's slots, by priority and then in the order of arrival.
+    """Scheduler of requests in an engine's slots, by priority and then in order of arrival.
 
-    `add_request` and `abort` may be called at any time, `step` again and again. Every request gets
-    each of its tokens in exactly one `RequestOutput`, and one output that says how it finished. A
-    preempted request keeps its tokens and continues when its turn comes again, before requests that
-    arrived after it; only engines that can resume support this.
+    `add_request` and `abort` may be called at any time; `step` is called again and again. Every
+    request gets each of its tokens in exactly one `RequestOutput`, and one output that says how it
+    finished. A preempted request keeps its tokens and continues when its turn comes again, before
+    requests that arrived after it; only engines that can resume support this.
 
     `payoff` turns exits off while they do not pay (`Payoff`). A timed call has the device to
     itself, and no request joins between the two calls of a pair, so that both run the same
@@ -128,35 +130,35 @@ class Scheduler(StepLoop, Generic[E]):
             "payoff",
             payoff,
             f"must be None with {type(engine).__name__}",
-            "Its requests cannot be paused.",
+            "Its exits cannot be turned off while it runs.",
         )
         self._jobs: dict[str, ScheduledRequest] = {}
         self._free = list(range(engine.slots))[::-1]
         self._slots: list[ScheduledRequest | None] = [None] * engine.slots
         self._calls: collections.deque[EngineCall] = collections.deque()
-        self._freed: list[int] = []  # slots to be emptied before the next call
+        self._freed: list[int] = []  # slots to free before the next call
         self._arrivals, self._warm = itertools.count(), False
         self._queue: list[
             tuple[tuple[int, int], ScheduledRequest]
         ] = []  # a heap; some may have ended
-        self._ended: list[ScheduledRequest] = []  # to be told with this step
+        self._ended: list[ScheduledRequest] = []  # to report with this step
 
     def add_request(self, request: EngineRequest, tokens: Sequence[Token] = ()) -> None:
         """Queue a request.
 
         Args:
-          tokens: tokens that it already has, fewer than its `max_tokens`: it continues behind them,
+          tokens: tokens that it already has, fewer than its `max_tokens`; it continues after them,
             as after `preempt`.
 
         Raises:
-          ConfigError: for what the engine does not accept.
+          ConfigError: for a request that the engine does not accept.
         """
         id_, most, prompt = request.request_id, request.max_tokens, request.prompt
         require_new_id(id_, self._jobs)
         allowed = "must be None: there is one model, and nothing to choose"
         require(request.objective is None, "objective", request.objective, allowed)
         resumes = not tokens or self.engine.resumes
-        require(resumes, "tokens", f"{len(tokens)}", "must be none: the engine resumes nothing")
+        require(resumes, "tokens", f"{len(tokens)}", "must be none: the engine cannot resume")
         text = [*prompt, *(t.id for t in tokens)]
         generate.check_prompts([text], self.config, self.engine.context)
         require(len(tokens) < most, "tokens", f"{len(tokens)}", f"must be fewer than {most}")
@@ -189,7 +191,7 @@ class Scheduler(StepLoop, Generic[E]):
     def abort(self, request_id: str) -> bool:
         """End a request and return whether there was one.
 
-        A step reports its end. Its id is free from then on.
+        A later step reports its end, and from then on its id is free.
         """
         job = self._jobs.get(request_id)
         if job is None or job.finish:
@@ -215,10 +217,10 @@ class Scheduler(StepLoop, Generic[E]):
         return True
 
     def retain_slots(self, slots: int) -> list[int]:
-        """Choose the slots to keep when there will be only so many, in ascending order.
+        """Choose which `slots` slots to keep, in ascending order.
 
-        Slots of running requests come first, then free ones. Where more requests run, the last ones
-        by their order are preempted.
+        Slots of running requests are kept first, then free ones. If more requests run, the last
+        ones in order are preempted.
         """
         jobs = sorted((job for job in self._slots if job is not None), key=lambda job: job.order)
         for job in jobs[slots:]:
@@ -235,13 +237,13 @@ class Scheduler(StepLoop, Generic[E]):
         Without a state, the engine starts anew after the old state is freed.
 
         rows: for each slot of the new engine, the old slot whose request it holds, or -1 for none;
-        by default the same slots. Raises ConfigError where a running request would have no slot.
+        by default the same slots. Raises ConfigError if a running request would have no slot.
         """
         n = engine.slots
         rows = range(self.engine.slots) if rows is None else rows
         require(len(rows) == n, "rows", rows, f"must be {n}, as many as the engine has slots")
         lost = [j.request_id for i, j in enumerate(self._slots) if j is not None and i not in rows]
-        require(not lost, "rows", rows, f"must have the slots of requests {lost}, which run")
+        require(not lost, "rows", rows, f"must have the slots of the running requests {lost}")
         ok = state is not None or not self.running
         require(ok, "state", state, f"must be given while requests {self.running} run")
         self._slots = [None if r < 0 else self._slots[r] for r in rows]
@@ -270,14 +272,14 @@ class Scheduler(StepLoop, Generic[E]):
     def unfinished(self) -> int:
         """Number of requests that have not finished.
 
-        Counts requests with and without a slot, and preempted ones whose last call is still
+        It counts requests with and without a slot, and preempted ones whose last call is still
         running, which are neither in a slot nor queued until it is read.
         """
         return sum(not job.finish for job in self._jobs.values())
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the requests in slots, prompts included."""
+        """Number of tokens of the requests in slots, prompts included."""
         return sum(job.length for job in self._slots if job is not None)
 
     @property
@@ -289,7 +291,7 @@ class Scheduler(StepLoop, Generic[E]):
         """Fill free slots, dispatch the next call, and return the previous one's outputs."""
         payoff = self.payoff
         times = payoff is not None and payoff.measuring
-        # Prompts, and requests that no exit could leave, say nothing of whether exits pay.
+        # Prompts, and requests that no exit can end early, do not show whether exits pay.
         running = [job for job in self._slots if job is not None]
         times = times and any(_may_leave(job.row.policy) for job in running)
         waits = payoff is not None and payoff.midway
@@ -305,7 +307,7 @@ class Scheduler(StepLoop, Generic[E]):
         self._dispatch(payoff is None or payoff.exits)
         if payoff is not None and not payoff.measuring:
             payoff.add(0.0, 1)
-        # What the call just made brings is read with the next step.
+        # The outputs of this call are read in the next step.
         return self._collect(1) + self._take_ended()
 
     def _step_timed(self, payoff: Payoff) -> list[RequestOutput]:
@@ -324,7 +326,7 @@ class Scheduler(StepLoop, Generic[E]):
         heapq.heappush(self._queue, (job.order, job))
 
     def _vacate(self, job: ScheduledRequest) -> None:
-        """Take a request out of its slot; the next call finds the slot empty."""
+        """Take a request out of its slot, which the next call finds empty."""
         if job.slot >= 0:
             self._slots[job.slot] = None
             self._freed.append(job.slot)
@@ -353,7 +355,7 @@ class Scheduler(StepLoop, Generic[E]):
         self.state = self.engine.insert(self.state, made, slots)
         for job, slot in zip(jobs, slots, strict=True):
             job.slot, self._slots[slot], job.fresh = slot, job, True
-        # The first tokens of engines whose prefill makes them, by row and not by slot.
+        # Some engines emit first tokens in `prefill`, by row and not by slot.
         self._track(first, jobs, False)
 
     def _dispatch(self, exits: bool) -> None:
@@ -389,7 +391,7 @@ class Scheduler(StepLoop, Generic[E]):
                 tokens = self._take_tokens(job, jax.tree.map(own, record))
                 if tokens:
                     outputs.append(RequestOutput(job.request_id, tokens))
-                # Who was put back cannot go on without what was under way.
+                # A preempted request can continue once its calls in flight are read.
                 if job.slot < 0 and not job.calls and not job.finish:
                     self._enqueue(job)
         return outputs

@@ -1,4 +1,4 @@
-"""Score given tokens with a model: a pass over texts, without decoding."""
+"""Scoring of existing texts with a model: one pass, without decoding."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from eejax.inference.weights import Weights
 from eejax.models.cache import init_cache
 from eejax.models.config import ModelConfig
 
-SHORTEST = 16  # texts are padded to a power of two from here on
+MIN_LENGTH = 16  # texts are padded to a power of two from here on
 CHUNK = 128  # positions whose logits exist at a time
 
 
 class TextScores(NamedTuple):
-    """Scores of a text's tokens given those before them; [t - 1], as the first token has none.
+    """Scores of a text's tokens given those before them, [t - 1]; the first token has none.
 
     Attributes:
       logprob: natural log-probability.
-      top: the token is the most likely one.
-      top_logprobs: the most likely tokens, if they were asked for.
+      top: whether the token is the most likely one.
+      top_logprobs: the most likely tokens, if they were requested.
     """
 
     logprob: jax.Array | np.ndarray
@@ -42,7 +42,7 @@ class TextScores(NamedTuple):
 
 def lengths(context: int) -> list[int]:
     """Return the lengths that texts are padded to; a program is compiled for each."""
-    found = [min(SHORTEST, context)]
+    found = [min(MIN_LENGTH, context)]
     while found[-1] < context:
         found.append(min(2 * found[-1], context))
     return found
@@ -68,7 +68,7 @@ def score(
     require(0 <= e <= weights.last, "exit", exit, f"must be in 0..{weights.last}")
     # A text may fill the context: nothing follows it.
     generate.check_prompts([tokens], config, config.context_length + 1)
-    require(len(tokens) > 1, "tokens", f"{len(tokens)} tokens", "must be two at least")
+    require(len(tokens) > 1, "tokens", f"{len(tokens)} tokens", "must be at least two")
     width = next(n for n in lengths(config.context_length) if n >= len(tokens))
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(tokens)] = tokens

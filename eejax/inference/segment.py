@@ -20,13 +20,13 @@ from eejax.models.cache import KeyValue, varying
 from eejax.models.config import ModelConfig
 
 SegmentOutput = tuple[jax.Array, jax.Array, tuple[KeyValue, ...], KeyValue | None]
-"""States at the boundary and behind the exit's block, and the segment's written keys and values:
-of its layers, and of the block."""
+"""States at the boundary and behind the exit's block, and the keys and values that were written: of
+the segment's layers, and of the block."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentRunner:
-    """Runner of rows through segments and exits, of which engines' steps are made.
+    """Runner of rows through segments and exits, from which the engines' steps are made.
 
     It lives inside a compiled program. Segment e has the keys and values `kvs` of its layers and
     `block` of its exit's block (`KVCache.segments[e]`, `KVCache.blocks[e]`).
@@ -59,22 +59,22 @@ class SegmentRunner:
         block: KeyValue | None,
         *,
         active: jax.Array | None = None,
-        seen: jax.Array | None = None,
+        visible: jax.Array | None = None,
     ) -> SegmentOutput:
-        """Run rows through segment e. Earlier positions of the segment must be filled already.
+        """Run rows through segment e, whose earlier positions must be filled already.
 
         Args:
           e: number of the segment.
           x: [b, w, d] states at the boundary below.
           start: [b] int32, positions of the first rows.
           kvs: keys and values of the layers; there must be room for all w rows from `start` on.
-          block: those of the exit's block.
-          active: [b] bool, sequences whose states the layers change; the others' stay what they
-            are, and so do the keys and values of each layer written for them (as `propagate`
-            writes them). By default all.
-          seen: [b, s] bool, positions of the buffers that may be attended to. By default all.
+          block: keys and values of the exit's block.
+          active: [b] bool, sequences whose states the layers change, by default all. The state of
+            any other sequence stays x, and each layer writes keys and values of x for it, as
+            `propagate` does.
+          visible: [b, s] bool, positions of the buffers that may be attended to, by default all.
         """
-        context = self._context(x, start, kvs, block, seen)
+        context = self._context(x, start, kvs, block, visible)
         return self._run(e, x, context, kvs, block, active)
 
     def run_packed(
@@ -123,11 +123,11 @@ class SegmentRunner:
         kvs: tuple[KeyValue, ...],
         block: KeyValue | None,
     ) -> tuple[tuple[KeyValue, ...], KeyValue | None]:
-        """Write a segment's keys and values, and its exit block's, of rows that do not run it.
+        """Write the keys and values of a segment and its exit block for rows that do not run it.
 
-        As `run`, but every layer reads x itself, the state of a boundary below, in place of the
-        state under it: no attention and no MLP is run (but for an exit's own MLP below its block).
-        State propagation (CALM; Schuster et al. 2022, section 3.1).
+        Every layer reads x itself, the state of a boundary below, instead of the state under the
+        layer: no attention and no MLP runs, except an exit's own MLP below its block. Otherwise as
+        `run`. State propagation (CALM; Schuster et al. 2022, section 3.1).
         """
         config, axes = self.config, self.weights.axes
         context = self._context(x, start, kvs, block)
@@ -147,12 +147,12 @@ class SegmentRunner:
         pairs = zip(segment, kvs, strict=True)
         return [(first + i, p, kv) for i, (p, kv) in enumerate(pairs)]
 
-    def _context(self, x, start, kvs, block, seen=None) -> layers.LayerContext:
+    def _context(self, x, start, kvs, block, visible=None) -> layers.LayerContext:
         """Return the context of rows x [b, w, d] at positions start [b] on, beside the buffers."""
         positions = start[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         keys = jnp.arange(_positions(kvs, block), dtype=jnp.int32)[None]
         return layers.make_context(
-            self.config, positions, key_positions=keys, start=start, seen=seen
+            self.config, positions, key_positions=keys, start=start, visible=visible
         )
 
     def reader(self, e: int, h: jax.Array) -> exits.Reader:
@@ -214,7 +214,7 @@ class SegmentRunner:
 
         Args:
           emission: tokens of the exits below.
-          memory: what gates remember of them.
+          memory: what gates remember about them.
           look: the exit's input.
           measure: fill in margins.
           drafts: [b] bool, requests that get a draft where no gate fires.
@@ -231,10 +231,10 @@ def _positions(kvs, block) -> int:
 
 
 def _write_heads(p, x, config, context, rope, kv, axes) -> KeyValue:
-    """Write the keys and values that `layers.layer` writes for x, and compute nothing else of it.
+    """Write the keys and values that `layers.layer` writes for x, and skip the rest of the layer.
 
-    Queries are computed too where the projections are fused, and dropped: a product with the other
-    columns of the matrix alone would first copy them, which takes ten times as long on a CPU.
+    If the projections are fused, queries are computed too and dropped: a product with the other
+    columns alone would first copy them, which takes ten times as long on a CPU.
     """
     h = layers.norm(p["attn_norm"], x, config) if "attn_norm" in p else x
     _, k, v = layers.heads(p["attn"], h, config, context, rope, axes)

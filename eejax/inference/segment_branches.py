@@ -28,16 +28,17 @@ def flatten(
     start: jax.Array,
     size: int,
     width: int,
-    most: int | None = None,
+    max_rows: int | None = None,
 ) -> PackedRows:
     """Flatten rows of slots into `size` packed ones.
 
     Args:
-      count: [slots] int32, rows of each slot, at most `most`.
+      count: [slots] int32, rows of each slot.
       order: [slots] int32, the order in which slots are packed.
       start: [slots] int32, position of each slot's first row.
       size: number of flat rows.
       width: rows of a span.
+      max_rows: maximum `count`; None for no bound (`PackedRows`).
     """
     slots = start.shape[0]
     count = count[order]
@@ -51,7 +52,7 @@ def flatten(
     position = jnp.where(real, start[order[i]] + behind, 0)
     begin, (spans, _) = compact(real & (behind % width == 0))
     first = jnp.where(row < spans, begin, 0)
-    return PackedRows(slot, position, first, spans, width, most)
+    return PackedRows(slot, position, first, spans, width, max_rows)
 
 
 class ExitRows(NamedTuple):
@@ -108,10 +109,10 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
         e, rows.x, rows.h, allowed, rows.position + 1, request, process_logits=process
     )
     emission, memory = runner.decide(
-        emission, Memory(own.seen, own.streak, rows.before), look, drafts=drafts
+        emission, Memory(own.top_token, own.streak, rows.before), look, drafts=drafts
     )
     own = own.replace(
-        seen=memory.token,
+        top_token=memory.token,
         streak=memory.streak,
         token=emission.token,
         logprob=emission.logprob,
@@ -125,7 +126,7 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
 def _replace_rows(pending: PendingRows, own: PendingRows, slot, place, allowed) -> PendingRows:
     """Put rows `own` [r], where they are `allowed` [r], at places [r] of slots [r].
 
-    Rows are compared with all places: a scatter for each field would be as many kernels of a GPU.
+    Rows are compared with all places: on a GPU, a scatter for each field would be a kernel each.
     """
     slots, m = pending.input_token.shape
     row = jnp.arange(len(slot), dtype=jnp.int32)
@@ -193,10 +194,7 @@ class SegmentBranches:
         return run_gates(self.runner, state, e, rows, count > 0), above, kvs, block
 
     def only_slot(self, size, count, pending, above, kvs, block):
-        """Run `size` rows of the one slot that there is, of which the first `count` [1] are real.
-
-        They need no packing.
-        """
+        """Run `size` rows of the only slot, of which the first `count` [1] are real, unpacked."""
         state, e = self.state, self.e
         start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
         slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
@@ -207,7 +205,7 @@ class SegmentBranches:
             before = x = jnp.swapaxes(read_ring(self.below, slot, position), 0, 1)
         x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
         above = write_ring(above, jnp.where(row < count, 0, 1), position, x[0][:, None])
-        # Of these rows, the pending ones lie behind those of emitted tokens.
+        # Among these rows, pending ones come after those of emitted tokens.
         i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
         real, i = i < count, jnp.minimum(i, size - 1)
         rows = ExitRows(slot[i], position[i], x[0, i], h[0, i], before[0, i])
@@ -217,8 +215,8 @@ class SegmentBranches:
     def packed(self, size, batch: SegmentBatch, pending, above, kvs, block):
         """Run the rows of a batch as `size` flat ones."""
         state, e = self.state, self.e
-        most = min(size, state.waiting[0].shape[1] if state.waiting else 1)
-        flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, most)
+        max_rows = min(size, state.waiting[0].shape[1] if state.waiting else 1)
+        flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, max_rows)
         slot = jnp.minimum(flat.slot, len(state.token) - 1)
         if e == 0:
             token = pending.input_token[slot, flat.position % pending.input_token.shape[1]]

@@ -3,7 +3,7 @@
 The pass of the prompts and the decoding loop are one manual `shard_map` each, in which the engines'
 own steps run on a device's share. Every model shard has the logits of the whole vocabulary, so all
 of them decide alike and take the same branches. Data shards share nothing but the program: each
-goes as deep, and on for as long, as its own requests need.
+runs as many layers and steps as its own requests need.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def place(params: Tree, config: ModelConfig, num_segments: int | None, mesh: Mes
 
 
 def weights(config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weights:
-    """Return partition specs of what `place` makes; fused matrices are split by columns."""
+    """Return partition specs of the weights from `place`; fused matrices are split by columns."""
     axes, model = mesh_axes(mesh), abstract(config)
 
     def derived(fuse: Callable, declared: Tree) -> Tree:
@@ -98,8 +98,8 @@ def state(axes: Axes) -> EngineState:
     return EngineState(**specs)
 
 
-def own(slots: jax.Array, n: int, axes: Axes) -> jax.Array:
-    """Return slots of all data shards by the numbers of this shard, which has n.
+def local_slots(slots: jax.Array, n: int, axes: Axes) -> jax.Array:
+    """Return slots of all data shards by the numbers of this shard, which has n slots.
 
     Slots of other shards get a number beyond the last one.
     """
@@ -117,7 +117,7 @@ def _given(config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Tree:
 
 
 def _part(tree: Tree, like: Tree) -> Tree:
-    """Return the part of nested dicts that another one has."""
+    """Return the part of nested dicts that `like` has too."""
     if not isinstance(like, dict):
         return tree
     return {name: _part(tree[name], part) for name, part in like.items()}

@@ -1,4 +1,4 @@
-"""The engine that a scheduler drives: a fixed number of slots which requests join and leave."""
+"""The engine that a scheduler drives: a fixed number of slots that requests join and leave."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows, power_of_two
 from eejax.models.config import ModelConfig
 
-STEPS_PER_CALL = 8  # steps between two looks of a scheduler, unless it is told otherwise
+STEPS_PER_CALL = 8  # default steps of a call, after which a scheduler decides again
 
 
 class Engine(Protocol):
     """Protocol of an engine: `prefill`, `insert` into a slot, `generate` repeatedly, then `free`.
 
-    A state is used once: what a method returns takes its place. No method waits for the device, so
-    an error in a computation raises nothing: a token whose log-probability is not finite came from
-    logits that were not finite, and must be dropped.
+    A state is used once: the state that a method returns replaces it. No method waits for the
+    device, so an error in a computation raises nothing: a token whose log-probability is not finite
+    came from logits that were not finite, and must be dropped.
 
     Attributes:
       slots: requests at a time.
-      context: tokens of a request, prompt included.
-      num_segments: segments of the model that are loaded.
-      resumes: a prompt may contain tokens that were generated before, behind its `request.start`.
-      takes_logits_params: requests may have `LogitsParams`.
+      context: maximum tokens of a request, prompt included.
+      num_segments: number of loaded segments.
+      resumes: whether a prompt may contain tokens that were generated before, after the first
+        `request.start`.
+      takes_logits_params: whether requests may have `LogitsParams`.
     """
 
     @property
@@ -59,16 +60,16 @@ class Engine(Protocol):
     ) -> tuple[Any, DecodeRecord]:
         """Run prompts.
 
-        Where prompt and limit together exceed the context, the limit is lowered.
+        If prompt and limit together exceed the context, the limit is lowered.
 
         Returns:
-          (rows to insert, a record of the first token of each prompt). The record may have more
-          rows behind those. Its exit is -1 there, and where `generate` brings the first token too.
+          (rows to insert, a record of the first token of each prompt). The record may have padding
+          rows at the end. Its exit is -1 there, and where `generate` emits the first token.
         """
         ...
 
     def insert(self, state: Any, rows: Any, slots: Sequence[int]) -> Any:
-        """Return the state with rows of `prefill` in slots; what the slots held is lost."""
+        """Return the state with rows of `prefill` in slots, whose earlier content is lost."""
         ...
 
     def generate(self, state: Any, n: int) -> tuple[Any, DecodeRecord]:
@@ -84,9 +85,12 @@ class Engine(Protocol):
 
 
 class PrefilledRows(NamedTuple):
-    """Rows that `prefill` computed of so many `prompts`.
+    """Rows that `prefill` computed.
 
-    The state may have padding rows behind theirs. context and options are those of the engine.
+    Attributes:
+      state: the rows' state, which may have padding rows at the end.
+      prompts: number of prompts.
+      context, options: those of the engine.
     """
 
     state: Any
@@ -96,10 +100,10 @@ class PrefilledRows(NamedTuple):
 
 
 class SlotEngineBase(abc.ABC):
-    """Base of engines: checks arguments and pads them to few shapes.
+    """Base class of engines that checks arguments and pads them to few shapes.
 
-    Prompts are padded to the context, their number to a power of two, and slots to free to the
-    number of slots. A subclass implements the abstract methods.
+    Prompts are padded to the context, their number to a power of two, and the list of slots to free
+    to the number of slots. A subclass implements the abstract methods.
     """
 
     config: ModelConfig
@@ -107,7 +111,7 @@ class SlotEngineBase(abc.ABC):
     slots: int
     context: int
 
-    resumes = False  # whether prompts may hold tokens that were generated before
+    resumes = False
 
     @property
     def takes_logits_params(self) -> bool:
@@ -123,9 +127,9 @@ class SlotEngineBase(abc.ABC):
 
     @abc.abstractmethod
     def _prefill(
-        self, tokens: np.ndarray, given: np.ndarray, request: RequestRows
+        self, tokens: np.ndarray, lengths: np.ndarray, request: RequestRows
     ) -> tuple[Any, DecodeRecord]:
-        """Run padded prompts [m, context] of `given` [m] tokens: (state, record [m])."""
+        """Run padded prompts [m, context] of `lengths` [m] tokens: (state, record [m])."""
 
     @abc.abstractmethod
     def _insert(self, state: Any, rows: Any, slots: np.ndarray) -> Any:
@@ -164,7 +168,7 @@ class SlotEngineBase(abc.ABC):
     ) -> tuple[np.ndarray, np.ndarray, RequestRows]:
         """Check and pad prompts: (prompts [m, context], tokens of each [m], request).
 
-        The request's limits are lowered to what fits, and padding rows ask for nothing. Raises as
+        The request's limits are lowered to what fits, and padding rows request no token. Raises as
         `prefill`.
         """
         generate.check_prompts(prompts, self.config, self.context)
@@ -177,8 +181,8 @@ class SlotEngineBase(abc.ABC):
             f"must be the number of tokens of every prompt, {lengths}"
             + (", or fewer where some were generated before" if self.resumes else ""),
         )
-        if not self.options.leaves_early:  # no exit of the model's emits anything
-            drafts = self.options.most_drafts
+        if not self.options.leaves_early:  # no early exit of the model emits a token
+            drafts = self.options.max_drafts
             policy = ExitPolicy.make(self.config, len(prompts), drafts=drafts)
             request = request.replace(policy=policy)
         exits = request.policy.thresholds.shape[1]
@@ -197,8 +201,8 @@ class SlotEngineBase(abc.ABC):
         )
         request = request.replace(logits_params=logits_params_for(request.logits_params, self, n))
         rows = {len(a) for a in jax.tree.leaves(request)}
-        require(rows == {n}, "request", f"{sorted(rows)} rows", f"must have {n}: one a prompt")
-        which = np.minimum(np.arange(power_of_two(n)), n - 1)  # the last one is repeated
+        require(rows == {n}, "request", f"{sorted(rows)} rows", f"must have {n}, one per prompt")
+        which = np.minimum(np.arange(power_of_two(n)), n - 1)  # repeats the last prompt
         tokens = np.zeros((len(which), self.context), np.int32)
         for row, i in zip(tokens, which, strict=True):
             row[: lengths[i]] = prompts[i]
@@ -212,13 +216,13 @@ class SlotEngineBase(abc.ABC):
         n = rows.prompts
         for name in ("context", "options"):
             theirs, own = getattr(rows, name), getattr(self, name)
-            require(theirs == own, f"rows.{name}", theirs, f"must be this engine's, {own}")
+            require(theirs == own, f"rows.{name}", theirs, f"must be that of this engine, {own}")
         numbered = self._numbered(slots, power_of_two(n))
         require(
             len(slots) == n and len({*numbered[:n]}) == n,
             "slots",
             list(slots),
-            f"must be {n} different ones: one for each of the rows",
+            f"must be {n} different ones, one per row",
         )
         return numbered
 
@@ -226,7 +230,7 @@ class SlotEngineBase(abc.ABC):
         """Pad a list of slots to n or more with numbers that do not exist."""
         given = np.asarray(slots)
         whole = given.ndim == 1 and (given.dtype.kind in "iu" or not given.size)
-        require(whole, "slots", slots, "must be a sequence of numbers of slots")
+        require(whole, "slots", slots, "must be a sequence of slot numbers")
         there = bool(np.all((given >= 0) & (given < self.slots)))
         require(there, "slots", given.tolist(), f"must be in 0..{self.slots - 1}")
         none = [self.slots] * (n - len(given))
@@ -236,7 +240,7 @@ class SlotEngineBase(abc.ABC):
 def logits_params_for(
     logits_params: LogitsParams | None, engine: Engine, rows: int
 ) -> LogitsParams | None:
-    """Return an engine's logits_params for requests. Raises ConfigError where it takes none."""
+    """Return an engine's logits_params for requests. Raises ConfigError if it takes none."""
     require(
         logits_params is None or engine.takes_logits_params,
         "logits_params",

@@ -44,8 +44,8 @@ class StageWeights(struct.PyTreeNode):
     Attributes:
       rows: the r-th layer of every stage.
       tables: the vocabulary tables in every slot.
-      parts: by kind, what exits own in every slot.
-      embed: what else the embedding reads; these leaves have no P.
+      parts: by kind, the parameters that exits own in every slot.
+      embed: the embedding's other parameters; these leaves have no axis P.
     """
 
     rows: tuple[Tree, ...]
@@ -57,7 +57,7 @@ class StageWeights(struct.PyTreeNode):
 class StageCache(NamedTuple):
     """Keys and values of a stage's layers, and of the exit blocks in its slots.
 
-    On a device [b * k, s, h]. The last position is written where a row has nothing to keep.
+    On a device they are [b * k, s, h]. Rows with nothing to keep write into the last position.
     """
 
     layers: tuple[KeyValue, ...]
@@ -65,12 +65,12 @@ class StageCache(NamedTuple):
 
 
 class StageRows(NamedTuple):
-    """Facts of a pass of rows [b, w, d] through the stages that do not change on the way.
+    """Constants of a pass of rows [b, w, d] through the stages.
 
     Attributes:
       start: [b] int32, positions of the first rows.
       row: [b] int32, the row that emits.
-      early: [b] bool, early exits may emit.
+      early: [b] bool, whether early exits may emit.
       request: the requests.
     """
 
@@ -84,7 +84,8 @@ class StageRows(NamedTuple):
 class StagedModel:
     """The stages on which a model's layers and exits are decoded; static and hashable.
 
-    The exits that emit are those of the layout's partition; the last one emits what no other did.
+    The emitting exits are those of the layout's partition; the last one emits every token that no
+    other did.
     """
 
     layout: StageLayout
@@ -104,7 +105,7 @@ class StagedModel:
 
     @property
     def last(self) -> int:
-        """Number of the exit that emits what no other did."""
+        """Number of the last exit, which emits every token that no other did."""
         which = self.partition.which
         assert which is not None
         return which[-1]
@@ -202,16 +203,16 @@ class DecodingStage:
 
     @functools.cached_property
     def ends(self) -> jax.Array:
-        """[parts] layers of this stage below the end of each of its parts.
+        """Layers of this stage below the end of each of its parts, [parts].
 
-        The last one is repeated where another stage has more parts.
+        The last number is repeated if another stage has more parts.
         """
         ends = self.stages.ends
         n = max(map(len, ends))
         return self.own([e + e[-1:] * (n - len(e)) for e in ends])
 
     def empty(self, rows: int, length: int) -> StageCache:
-        """Return an empty cache for so many requests and positions."""
+        """Return an empty cache for `rows` requests and `length` positions."""
         shape = (rows * kv_heads(self.config, self.axes), length, self.config.head_dim)
 
         def one():
@@ -225,7 +226,7 @@ class DecodingStage:
         return StageCache(pairs(len(self.weights.rows)), pairs(len(blocks)))
 
     def embed(self, tokens: jax.Array, positions: jax.Array) -> jax.Array:
-        """Embed tokens [b, t] as [b, t, d], on the first stage, which alone has the table."""
+        """Embed tokens [b, t] as [b, t, d], on the first stage, the only one with the table."""
         _, slot = self.stages.layout.find(TOKENS, 0)
         tree = {"embed": {TOKENS: self.weights.tables[slot], **self.weights.embed}}
         return transformer.embed(tree, self.config, tokens, positions, self.axes)
@@ -254,11 +255,11 @@ class DecodingStage:
             key_positions=jnp.arange(length, dtype=jnp.int32)[None],
         )
 
-        # A request that is elsewhere writes into the spare position.
+        # A request that is at another layer writes into the spare position.
         def at(here):
             return context._replace(start=jnp.where(here, rows.start, length - 1))
 
-        for n in range(p.most + 1):
+        for n in range(p.max_layers + 1):
             for place in p.places:
                 if place.layers == n:
                     here = (begin < n) & (n <= end) if n else (begin == 0) & (end > 0)
@@ -268,18 +269,18 @@ class DecodingStage:
                     block, memory, emission = self._exit(place, here, x, at(here), rows, carry)
                     if slot is not None:
                         blocks[slot] = block
-            if n < p.most:
+            if n < p.max_layers:
                 here = (begin <= n) & (n < end)
                 run = functools.partial(self._layer, n, here, at(here))
                 x, kvs[n] = when(jnp.any(here), run, x, kvs[n])
         return StageCache(tuple(kvs), tuple(blocks)), x, memory, emission
 
     def _layer(self, n: int, here, context, x, kv):
-        """Run the n-th layer of this stage; a branch of a choice."""
+        """Run the n-th layer of this stage, as a branch of a conditional."""
         c, p = self.config, self.stages.partition
         window, rope = c.sliding_window, c.rope(0)
         numbers = np.minimum(np.add(p.starts, n), p.depth - 1).tolist()
-        if isinstance(window, tuple):  # another one on every stage
+        if isinstance(window, tuple):  # one window per stage
             window = self.own([NO_WINDOW if window[i] is None else window[i] for i in numbers])
         if isinstance(c.sliding_window, tuple) or c.no_rope_layers:
             rope = self.own([c.rope(i) for i in numbers])
@@ -298,8 +299,8 @@ class DecodingStage:
     def _exit(self, place: ExitPlace, here, x, context, rows: StageRows, carry):
         """Run an exit of this stage for the requests that are `here` [b].
 
-        carry: keys and values of the exit's block, what gates remember, and the emission. A request
-        that has emitted skips the exit, but for the keys and values.
+        carry: keys and values of the exit's block, what gates remember, and the emission. For a
+        request that has emitted, the exit only writes keys and values.
         """
         e, c, request = place.exit, self.config, rows.request
         block, _, emission = carry

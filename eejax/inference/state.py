@@ -15,13 +15,13 @@ from eejax.inference.logits_params import LogitsParams, TopLogprobs
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import Emission, ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.schedule import FIRST_ACCEPTANCE, BatchPlan, SlotProgress, best_drafts
+from eejax.inference.schedule import INITIAL_ACCEPTANCE, BatchPlan, SlotProgress, best_drafts
 from eejax.inference.weights import Weights
 from eejax.models.cache import KVCache, init_cache, varying
 from eejax.models.config import ModelConfig
 
 MAX_STOP_TOKENS = 8
-"""Stop tokens of a request. `Generator` takes more, by other programs; slots do not."""
+"""Maximum stop tokens of a request in a slot. `Generator` takes more, with other programs."""
 
 
 class RequestRows(struct.PyTreeNode):
@@ -32,7 +32,7 @@ class RequestRows(struct.PyTreeNode):
       sampling: sampling settings.
       stop_token_ids: [b, n] int32, token ids that end a request, padded with -1.
       start: [b] int32, tokens of the prompt.
-      limit: [b] int32, most tokens to emit.
+      limit: [b] int32, maximum tokens to emit.
       logits_params: logits processing, for engines that take it (`EngineOptions.logits_params`).
     """
 
@@ -59,7 +59,7 @@ class RequestRows(struct.PyTreeNode):
         Rows have `MAX_STOP_TOKENS` stop tokens, as slots need them, or a power of two for more.
 
         Args:
-          limits: most tokens to emit, one a request.
+          limits: maximum tokens to emit, one per request.
 
         Raises:
           ConfigError: for lengths or limits that are not counts, or unknown stop tokens.
@@ -73,7 +73,7 @@ class RequestRows(struct.PyTreeNode):
             len(limits) == len(lengths),
             "limits",
             limits,
-            f"must be {len(lengths)}: one for each of the prompts",
+            f"must be {len(lengths)}, one per prompt",
         )
         allowed = f"must be a sequence of token ids, each in 0..{config.vocab_size - 1}"
         ids = require_array("stop_token_ids", stop_token_ids, allowed)
@@ -90,7 +90,7 @@ class RequestRows(struct.PyTreeNode):
         rows: Any = np.full((len(lengths), width), -1, np.int32)
         rows[:, : ids.size] = ids
 
-        def as_rows(a) -> Any:  # an array of the host stands in for the device's
+        def as_rows(a) -> Any:  # a host array stands in for a device array
             return np.minimum(a, np.iinfo(np.int32).max).astype(np.int32)
 
         return cls(policy, sampling, rows, as_rows(lengths), as_rows(limits), logits_params)
@@ -113,14 +113,14 @@ class DecodeRecord(NamedTuple):
     """Outcome of a step for each request; [b], or [n, b] where it emits up to n tokens.
 
     Attributes:
-      token, logprob, confidence: of the emitted token.
+      token, logprob, confidence: id, log-probability and confidence of the emitted token.
       exit: number of the emitting exit, -1 where no token was emitted.
-      layers: layers that the device ran in the steps since the request's token before, which all
-        requests of a batch share; see also `GenerationResult`. Of several tokens of a step only the
-        first has them, so that their sum counts each layer once.
+      layers: layers that the device ran since the request's previous token, in steps that all
+        requests of a batch share; see also `GenerationResult`. If a step emits several tokens, only
+        the first has them, so that their sum counts each layer once.
       margin: smallest distance to another outcome: between the top two logits at the emitting exit,
         and from confidence to threshold at every exit considered. Only "posthoc" measures it.
-      drafted: 1 for a token behind which a draft was read before the token was decided.
+      drafted: 1 for a token of which a draft was read before the token was decided.
       accepted: 1 where that draft was right. Both are 0 for engines that do not draft.
       top_logprobs: the most likely tokens, for requests that ask for them
         (`LogitsParams.top_logprobs`), where the engine supports it.
@@ -160,9 +160,9 @@ class PendingRows(struct.PyTreeNode):
 
     Attributes:
       input_token: the token that the row reads.
-      token, logprob, confidence: of the token that follows.
+      token, logprob, confidence: id, log-probability and confidence of the token that follows.
       exit: the exit that decided that token; -1 while none has, and then `token` is a draft.
-      seen, streak: what gates remember of the row (`Memory`).
+      top_token, streak: what gates remember about the row (`Memory`).
       drafted: 1 where the next row started from the draft.
       accepted: 1 where that draft was right.
       top_logprobs: the most likely tokens, where requests may ask for them.
@@ -173,7 +173,7 @@ class PendingRows(struct.PyTreeNode):
     logprob: jax.Array
     confidence: jax.Array
     exit: jax.Array
-    seen: jax.Array
+    top_token: jax.Array
     streak: jax.Array
     drafted: jax.Array
     accepted: jax.Array
@@ -198,25 +198,24 @@ class EngineState(struct.PyTreeNode):
     Attributes:
       cache: keys, values and `filled`.
       waiting: for each boundary below the last one, [slots, cap, d]: states of the positions that
-        wait there, position p at index p % cap. Empty for engines in which none waits.
-      boundary: [slots, length, d], states behind the last loaded segment of all positions, where
+        wait there, position p at index p % cap. Empty for engines in which no token waits.
+      boundary: [slots, length, d], states of all positions behind the last loaded segment, if
         segments may be added; else None.
       reach: [slots, length] int32, the last segment in which each position has keys and values. It
-        has no positions unless `EngineOptions.propagate` is "mask": else the segment is the same
-        for all.
+        has no positions unless `EngineOptions.propagate` is "mask": otherwise the segment is the
+        same for all.
       pending: the pending rows.
       acceptance: recent share of accepted drafts.
       token: int32, the last emitted token, which the next row reads.
       position: int32, its position.
       remaining: int32, tokens still to emit; 0 when finished, and in a free slot.
       layers: int32, layers that steps have run since the last emitted token.
-      since: the step in which the first pending row came to its segment.
-      prompt: [slots, context], tokens that a request came with. Where requests may have
-        `LogitsParams`, generated tokens follow. Without positions where neither is needed.
-      prompt_len: number of those tokens. More than `request.start` where the request ran before:
-        what follows is decoded.
+      since: the step in which the first pending row reached its segment.
+      prompt: [slots, context], tokens that a request came with, followed by generated tokens if
+        requests may have `LogitsParams`. It has no positions if neither is needed.
+      prompt_len: number of those tokens, more than `request.start` if the request ran before.
       clock: [] steps since the start.
-      work: what was run.
+      work: counters of the work done.
       plan: costs and waiting rules of the schedule.
     """
 
@@ -240,12 +239,12 @@ class EngineState(struct.PyTreeNode):
 
     @property
     def live(self) -> jax.Array:
-        """[slots] bool: the slot has a request that is not finished."""
+        """Slots with a request that is not finished, [slots] bool."""
         return self.remaining > 0
 
     @property
     def decodes(self) -> jax.Array:
-        """[slots] bool: the request is not finished, and its prompt has run."""
+        """Slots with a request that is not finished and whose prompt has run, [slots] bool."""
         return self.live & ~self.progress.in_prefill
 
     @property
@@ -253,24 +252,24 @@ class EngineState(struct.PyTreeNode):
         return SlotProgress(self.cache.filled, self.position, self.remaining, self.prompt_len)
 
     @property
-    def most_drafts(self) -> jax.Array:
-        """[slots] int32, most drafts of each request now; 0 where drafting is paused."""
+    def max_drafts(self) -> jax.Array:
+        """[slots] int32, maximum drafts of each request now; 0 where drafting is paused."""
         policy, m = self.request.policy, self.pending.input_token.shape[1]
-        most = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
+        drafts = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
         if m > 1:
-            most = best_drafts(jnp, self.acceptance, self.plan.draft_cost, most, m - 1)
-        if self.request.logits_params is not None:  # penalties are of tokens that are decided
-            most = jnp.where(self.request.logits_params.changes, 0, most)
-        return most
+            drafts = best_drafts(jnp, self.acceptance, self.plan.draft_cost, drafts, m - 1)
+        if self.request.logits_params is not None:  # penalties count only decided tokens
+            drafts = jnp.where(self.request.logits_params.changes, 0, drafts)
+        return drafts
 
-    def can_start(self, cap: int, most: jax.Array) -> jax.Array:
+    def can_start(self, cap: int, drafts: jax.Array) -> jax.Array:
         """Return [slots] bool, as `SlotProgress.can_start` with at most so many drafts [slots].
 
         No row starts from a draft that would end the request.
         """
         last = at_position(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
-        most = jnp.where(hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0), 0, most)
-        return self.progress.can_start(cap, most)
+        drafts = jnp.where(hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0), 0, drafts)
+        return self.progress.can_start(cap, drafts)
 
 
 def power_of_two(n: int) -> int:
@@ -284,7 +283,7 @@ def at_position(a: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def hits_stop_token(request: RequestRows, tokens: jax.Array) -> jax.Array:
-    """Return [slots, n] bool: tokens [slots, n] end their requests."""
+    """Return [slots, n] bool, whether tokens [slots, n] end their requests."""
     return jnp.any(tokens[..., None] == request.stop_token_ids[:, None], -1)
 
 
@@ -300,7 +299,7 @@ def blank(
 ) -> EngineState:
     """Return a state with all slots free and `length` positions of cache for each.
 
-    `options` are `EngineOptions.resolved`. On a mesh the slots are a device's own.
+    `options` are `EngineOptions.resolved`. On a mesh the slots are those of a device.
     """
     n, counter = weights.last, jnp.zeros((), jnp.uint32)
 
@@ -321,9 +320,9 @@ def blank(
         boundary=states(length) if above else None,
         reach=own(jnp.full((slots, length if masks else 0), n, jnp.int32)),
         pending=own(
-            PendingRows.blank(slots, options.most_drafts + 1, logits_params=options.logits_params)
+            PendingRows.blank(slots, options.max_drafts + 1, logits_params=options.logits_params)
         ),
-        acceptance=own(jnp.full((slots,), FIRST_ACCEPTANCE)),
+        acceptance=own(jnp.full((slots,), INITIAL_ACCEPTANCE)),
         token=zero,
         position=zero,
         remaining=zero,

@@ -20,10 +20,10 @@ class Weights(struct.PyTreeNode):
 
     Attributes:
       segments: for each loaded segment the trees of its layers, unstacked.
-      params: everything else.
-      axes: axes of the mesh, where this is one device's share inside a `shard_map`
+      params: all other parameters.
+      axes: axes of the mesh, if this is one device's share inside a `shard_map`
         (`inference.sharded`).
-      mesh: where shares of all devices lie; None: on one device.
+      mesh: mesh on which the shares of all devices lie; None on one device.
     """
 
     segments: tuple[tuple[Tree, ...], ...]
@@ -33,7 +33,7 @@ class Weights(struct.PyTreeNode):
 
     @property
     def last(self) -> int:
-        """Number of the exit above the last segment, which emits what no other exit did."""
+        """Number of the exit above the last segment, which emits every token that no other did."""
         return len(self.segments) - 1
 
 
@@ -53,7 +53,7 @@ def prepare(
 
 
 def unlayered_params(params: Tree, config: ModelConfig, n: int) -> Tree:
-    """Return what the first n segments need of a parameter tree beside their layers."""
+    """Return the parameters beside their layers that the first n segments need."""
     rest = {k: v for k, v in params.items() if k != "layers"}
     if n <= config.n_exits:
         rest.pop("final", None)
@@ -63,10 +63,10 @@ def unlayered_params(params: Tree, config: ModelConfig, n: int) -> Tree:
 
 
 def colocate(state: Tree, weights: Weights) -> Tree:
-    """Place a one-device state where the weights are, and with it what steps return.
+    """Place a one-device state where the weights are, so that steps return it there.
 
-    A program would be compiled again for arrays that JAX may place elsewhere, which weights from a
-    checkpoint are not.
+    Weights from a checkpoint are bound to a device. A state that is not would have a program
+    compiled again, once it is.
     """
     like = jax.tree.leaves(weights)[0]
     if not like.committed or len(like.devices()) > 1:

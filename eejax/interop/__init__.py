@@ -1,1 +1,1 @@
-"""The model in other frameworks' clothes."""
+"""The model behind the interfaces of other libraries."""

@@ -1,6 +1,6 @@
 """The model as a Flax Linen module, for code that is written around `init` and `apply`.
 
-A facade: the parameters are the very tree of `models.params`, the computation that of
+It is a facade: the parameters are the tree of `models.params`, the computation is that of
 `models.transformer`. Checkpoints, engines and losses of eejax take `variables["params"]` as it is.
 """
 
@@ -20,10 +20,10 @@ from eejax.models.config import ModelConfig
 
 
 class EarlyExitTransformer(nn.Module):
-    """`EarlyExitTransformer(config).apply({"params": tree}, tokens)` -> logits of every exit.
+    """A module whose `apply({"params": tree}, tokens)` returns the logits of every exit.
 
-    `init(key, tokens)` gives the values of `params.init(config, key)`.
-    Only for one device: inside a `shard_map` use `models.transformer` with its `Axes`.
+    `init(key, tokens)` gives the values of `params.init(config, key)`. It is for one device only:
+    inside a `shard_map` use `models.transformer` with its `Axes`.
     """
 
     config: ModelConfig
@@ -37,17 +37,22 @@ class EarlyExitTransformer(nn.Module):
         segment_ids: Array | None = None,
         train: bool = False,
     ) -> tuple[Array, ...]:
-        """tokens [b, t] int32 -> E + 1 arrays [b, t, v] float32, the final exit's last.
+        """Compute the logits of every exit from tokens [b, t] int32.
 
-        positions and segment_ids [b, t] as in `transformer.exit_states`. With `train` and a
-        dropout rate in the config, `apply` needs `rngs={"dropout": key}`.
+        Args:
+          positions, segment_ids: [b, t], as in `transformer.exit_states`.
+          train: whether to apply dropout; with a dropout rate in the config, `apply` then needs
+            `rngs={"dropout": key}`.
+
+        Returns:
+          E + 1 arrays [b, t, v] float32, the final exit's last.
         """
         config = self.config
 
         # Flax would fold each parameter's name into the key, which `params.init` does itself.
         @cache
         def drawn() -> Tree:
-            assert self.scope is not None  # Flax calls bound modules alone
+            assert self.scope is not None  # Flax calls only bound modules
             return params.init(config, LazyRng.create(self.scope.rngs["params"]).as_jax_rng())
 
         def part(_, name):

@@ -1,6 +1,6 @@
 """Early exit for a pretrained model: `eejax.load`, `calibrate`, `tune`, `grade` and `generate`.
 
-All but the first are methods of `checkpoint.language_model.LanguageModel` too.
+All except `load` are also methods of `checkpoint.language_model.LanguageModel`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from eejax.train.metrics import exit_names
 from eejax.train.step import make_eval_step
 
 BATCH = 16
-GRADING = "grading"  # the key of a model's compiled evaluation among what it caches
+GRADING = "grading"  # key of a model's compiled evaluation in its cache
 
 
 def load(
@@ -90,18 +90,18 @@ def tune(
     length: int = 256,
     learning_rate: float = 1e-3,
 ) -> LanguageModel:
-    """Return the model with exits trained on `text`, while all else stays (EE-Tuning).
+    """Return the model with exits trained on `text`, all other parameters unchanged.
 
-    EE-Tuning (Pan et al. 2024); more settings have the command `eejax tune` and its configuration.
+    Source: EE-Tuning (Pan et al. 2024). The command `eejax tune` has more settings.
 
     Args:
       text: files, globs, or sources by name, as `data.source` takes them.
-      exits: boundaries of the exits. Those that the model has are trained from where they are, new
-        ones begin as copies of its final norm and head.
-      workdir: where the run is kept, which resumes from there; by default nowhere.
+      exits: boundaries of the exits. Existing exits are trained further; new ones begin as copies
+        of the final norm and head.
+      workdir: folder that keeps the run, from which it resumes; by default none.
       steps, batch_size: optimizer steps, and windows of text in each.
       length: tokens of a window, at most the model's context.
-      learning_rate: its peak.
+      learning_rate: peak learning rate.
 
     Raises:
       ConfigError, DataError, CheckpointError: as `train.loop.fit`.
@@ -133,7 +133,7 @@ def tune(
 def _batches(
     model: LanguageModel, text: str | Sequence[str] | Source, tokens: int, length: int
 ) -> Iterator[Iterator[Batch]]:
-    """Provide batches of windows of text, evenly spaced where it has more than `tokens`."""
+    """Provide batches of windows of text, evenly spaced if it has more than `tokens`."""
     require_count("length", length)
     require_count("tokens", tokens)
     length = min(length, model.config.context_length)
@@ -157,7 +157,7 @@ def grade(
 
     Args:
       text: files, globs, or any `data.Source`.
-      tokens: most tokens of it, evenly spaced.
+      tokens: maximum tokens of it, evenly spaced.
       length: tokens of a window of text.
 
     Raises:
@@ -181,13 +181,13 @@ def generate(
     engine: EngineOptions | str = "recompute",
     **options: Any,
 ) -> tuple[str, GenerationResult]:
-    """Return the text behind `prompt`, and what every token of it took.
+    """Return the text after `prompt`, and the result with each token's exit and layers.
 
     The generator of an engine is kept with the model, so that a second call prepares nothing.
 
     Args:
-      prompt: text, in which names of special tokens are text, or token ids, such as those of
-        `model.tokenizer.encode(text, allow_special=True)`, where they are these tokens.
+      prompt: text, in which names of special tokens are plain text; or token ids, such as those of
+        `model.tokenizer.encode(text, allow_special=True)`, which turns names into special tokens.
       agreement: for a calibrated model, the share of tokens that should be the full model's; the
         thresholds of its routers follow from it. Instead of it, `options` may give gate and
         threshold. With neither, no token leaves early.

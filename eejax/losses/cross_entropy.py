@@ -32,13 +32,13 @@ IGNORE = chunks.IGNORE
 """Label of a token whose loss does not count."""
 
 CHUNK_LOGITS = 2**22
-"""Logits held at a time (16 MiB of float32), unless that is under `MIN_CHUNK` tokens."""
+"""Logits that exist at a time (16 MiB of float32), unless that is below `MIN_CHUNK` tokens."""
 
 MIN_CHUNK = 256
-"""Fewer tokens at a time would spend the time on reading and writing the table's gradient."""
+"""With fewer tokens at a time, most time would go into reading and writing the table's gradient."""
 
 MIN_CHUNKS = 4
-"""So that even a small batch never holds more than a quarter of its logits."""
+"""Minimum number of chunks, so that even a small batch holds at most a quarter of its logits."""
 
 
 class Teacher(NamedTuple):
@@ -58,7 +58,7 @@ class _Spec(NamedTuple):
 
     Attributes:
       options: of each exit's head.
-      objectives: what a token costs at each exit.
+      objectives: cost of a token at each exit.
       teacher: options of the teacher's head, or None.
       axis: the mesh axis that the vocabulary is split over.
       sparse: exits with the coefficient 0 are left out at run time.
@@ -136,8 +136,9 @@ def exits_cross_entropy(
 ) -> tuple[jax.Array, jax.Array]:
     """Sum c_e C_e over exits e whose heads share one table.
 
-    C_e sums over tokens what one costs by objectives[e], by default its cross entropy. Together the
-    exits need one gradient of the table between the forward and the backward pass, not one each.
+    C_e is the sum over tokens of the cost by objectives[e], by default the cross entropy. Together
+    the exits keep one gradient of the table between the forward and the backward pass, not one
+    each.
 
     Args:
       hs: states [..., d] of each exit.
@@ -146,7 +147,7 @@ def exits_cross_entropy(
       coefficients: c, [e].
       weights: for each exit as in `linear_cross_entropy`.
       objectives: one for each exit.
-      teacher: needed where an objective distils. It has no gradient.
+      teacher: needed if an objective distils. It has no gradient.
       sparse: leave out an exit with the coefficient 0 at run time; its sum is 0.
       axis: as in `linear_cross_entropy`.
 
@@ -166,12 +167,12 @@ def exits_cross_entropy(
         "Call once for each distinct table.",
     )
     objectives = tuple(objectives or [CROSS_ENTROPY] * len(heads))
-    taught, taught_by = None, None
+    teacher_arrays, teacher_options = None, None
     if any(o.distillation for o in objectives):
-        teacher = require_given("teacher", teacher, "must be given where an objective distils")
+        teacher = require_given("teacher", teacher, "must be given if an objective distils")
         work = teacher.head.table.astype(teacher.h.dtype)
-        taught = lax.stop_gradient((_flat(teacher.h), work, teacher.head.bias))
-        taught_by = teacher.head.options
+        teacher_arrays = lax.stop_gradient((_flat(teacher.h), work, teacher.head.bias))
+        teacher_options = teacher.head.options
     if weights is not None:
         weights = tuple(w.reshape(-1).astype(jnp.float32) for w in weights)
     inputs = _Inputs(
@@ -181,9 +182,9 @@ def exits_cross_entropy(
         labels.reshape(-1),
         weights,
         coefficients,
-        taught,
+        teacher_arrays,
     )
-    spec = _Spec(tuple(head.options for head in heads), objectives, taught_by, axis, sparse)
+    spec = _Spec(tuple(head.options for head in heads), objectives, teacher_options, axis, sparse)
     total, sums = _exits_loss(spec, chunks.vary_alike(inputs, axis))
     return total, lax.stop_gradient(sums)
 
@@ -203,30 +204,32 @@ def chunk_size(n: int, rows: int) -> int:
 
 
 class _Norms(NamedTuple):
-    """Normalisers that turn logits of n tokens into the distributions a cost is made of.
+    """Normalisers that turn logits of n tokens into the distributions of a cost.
 
     Attributes:
       lse: [n] log-sum-exp of the logits.
       confidence: [n] the highest probability, or None.
       tempered: [n] log-sum-exp of the logits divided by the temperature, or None.
-      taught: [n] the same of the teacher's logits, or None.
+      teacher: [n] tempered log-sum-exp of the teacher's logits, or None.
     """
 
     lse: jax.Array
     confidence: jax.Array | None = None
     tempered: jax.Array | None = None
-    taught: jax.Array | None = None
+    teacher: jax.Array | None = None
 
 
 def _log_sum_exp(y: jax.Array, axis: str | None) -> tuple[jax.Array, jax.Array]:
-    """Return (log-sum-exp [n], largest [n]) of logits [n, v], this shard's columns of them."""
+    """Return log-sum-exp [n] and maximum [n] of logits [n, v], of which this shard has some
+    columns."""
     top = chunks.over_shards(lax.pmax, y.max(-1), axis)
     total = chunks.over_shards(lax.psum, jnp.exp(y - top[:, None]).sum(-1), axis)
     return top + jnp.log(total), top
 
 
 def _costs(o: LossObjective, axis: str | None, y, z, labels) -> chunks.TokenCosts:
-    """Return the costs of logits y [n, v] and the teacher's z [n, v], and what to keep of them."""
+    """Return the costs from logits y [n, v] and the teacher's z [n, v], and what the gradient
+    needs."""
     lse, top = _log_sum_exp(y, axis)
     picked = jnp.take_along_axis(y, jnp.maximum(labels, 0)[:, None], 1)[:, 0]
     nll = lse - chunks.over_shards(lax.psum, jnp.where(labels >= 0, picked, 0.0), axis)
@@ -234,11 +237,11 @@ def _costs(o: LossObjective, axis: str | None, y, z, labels) -> chunks.TokenCost
     if o.distillation:
         t = o.distillation_temperature
         tempered, _ = _log_sum_exp(y / t, axis)
-        taught, _ = _log_sum_exp(z / t, axis)
-        q = jnp.exp(z / t - taught[:, None])
+        teacher, _ = _log_sum_exp(z / t, axis)
+        q = jnp.exp(z / t - teacher[:, None])
         mean = chunks.over_shards(lax.psum, jnp.sum(q * (z - y), -1), axis) / t
-        cost = (1 - o.distillation) * cost + o.distillation * t**2 * (mean + tempered - taught)
-        norms = norms._replace(tempered=tempered, taught=taught)
+        cost = (1 - o.distillation) * cost + o.distillation * t**2 * (mean + tempered - teacher)
+        norms = norms._replace(tempered=tempered, teacher=teacher)
     if o.confidence_weighted:
         confidence = jnp.exp(top - lse)
         norms = norms._replace(confidence=confidence)
@@ -249,7 +252,7 @@ def _costs(o: LossObjective, axis: str | None, y, z, labels) -> chunks.TokenCost
 
 
 def _logits_gradient(o: HeadOptions, objective: LossObjective, kept, labels, scale):
-    """Return the gradient [n, v] of sum(scale * cost) by h @ table.T + bias, float32."""
+    """Return the float32 gradient [n, v] of sum(scale * cost) in h @ table.T + bias."""
     y, z, norms = kept
     column = lax.broadcasted_iota(jnp.int32, y.shape, 1)
     # Without the barrier XLA fuses the reductions behind `lse` into this expression and
@@ -259,7 +262,7 @@ def _logits_gradient(o: HeadOptions, objective: LossObjective, kept, labels, sca
     g = p - (column == labels[:, None]).astype(jnp.float32)
     if objective.distillation:
         t = objective.distillation_temperature
-        apart = jnp.exp(y / t - norms.tempered[:, None]) - jnp.exp(z / t - norms.taught[:, None])
+        apart = jnp.exp(y / t - norms.tempered[:, None]) - jnp.exp(z / t - norms.teacher[:, None])
         g = (1 - objective.distillation) * g + objective.distillation * t * apart
     if objective.confidence_weighted:
         g = g * norms.confidence[:, None]
@@ -281,9 +284,9 @@ def _logits_loss(spec: _Spec, e: int, inputs: _Inputs) -> chunks.ChunkLoss:
         y, z = logits(Head(table, bias, options), h, spec.axis), None
         if objective.distillation:
             assert inputs.teacher is not None and tokens.teacher is not None
-            assert spec.teacher is not None  # `exits_cross_entropy` asks for a teacher
-            _, taught, taught_bias = inputs.teacher
-            z = logits(Head(taught, taught_bias, spec.teacher), tokens.teacher, spec.axis)
+            assert spec.teacher is not None  # `exits_cross_entropy` requires a teacher
+            _, teacher_table, teacher_bias = inputs.teacher
+            z = logits(Head(teacher_table, teacher_bias, spec.teacher), tokens.teacher, spec.axis)
         return _costs(objective, spec.axis, y, z, tokens.labels)
 
     def gradient(kept, tokens: chunks.LossTokens, scale: jax.Array):
@@ -294,7 +297,7 @@ def _logits_loss(spec: _Spec, e: int, inputs: _Inputs) -> chunks.ChunkLoss:
 
 
 def _exit_sums(spec: _Spec, e: int, inputs: _Inputs, into: jax.Array | None):
-    """Return the sums of exit e, and its gradients where there is something to add them `into`."""
+    """Return the sums of exit e, and its gradients if there is an array to add them `into`."""
     options, o = spec.options[e], spec.objectives[e]
     h, table, labels = inputs.hs[e], inputs.table, inputs.labels
     weights = None if inputs.weights is None else inputs.weights[e]
@@ -341,16 +344,17 @@ _exits_loss = jax.custom_vjp(_total_and_sums, nondiff_argnums=(0,))
 
 
 def _results(spec: _Spec, coefficients: jax.Array, found: Sequence[chunks.Sums]):
-    """Return the results of `_exits_loss`, and what C [e] is on this shard (`_once`)."""
+    """Return the results of `_exits_loss`, and this shard's value of C [e] (`_once`)."""
     costs, sums = (_once(spec, jnp.stack(a)) for a in zip(*found, strict=True))
     total = jnp.sum(coefficients.astype(jnp.float32) * costs)
-    if spec.axis:  # equal on all shards; a sum with one term is how to say so to the type system
+    if spec.axis:  # equal on all shards, which a sum with one term tells the type system
         total, sums = lax.psum((total, sums), spec.axis)
     return (total, sums), costs
 
 
 def _once(spec: _Spec, a: jax.Array) -> jax.Array:
-    """Keep a value that all shards of the vocabulary have on the first one, 0 on the others."""
+    """Keep a value that is equal on all shards of the vocabulary on the first one; 0 on the
+    others."""
     return jnp.where(lax.axis_index(spec.axis) == 0, a, 0.0) if spec.axis else a
 
 
@@ -377,7 +381,7 @@ def _forward(spec: _Spec, inputs: _Inputs):
         labels=None,
         weights=d_weights,
         coefficients=costs,
-        teacher=None,  # it is held constant
+        teacher=None,  # held constant
     )
     like = jax.tree.map(
         lambda a: jnp.zeros((), a.dtype), inputs._replace(labels=None, teacher=None)

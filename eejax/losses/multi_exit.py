@@ -19,7 +19,7 @@ from eejax.models import exits, transformer
 from eejax.models.config import ModelConfig
 from eejax.sharding.spread import gathered
 
-TOKENS = 0x70C5  # folded into a sample's key: no layer's dropout has this number
+TOKENS = 0x70C5  # folded into a sample's key; no layer's dropout has this number
 
 Leaf = TypeVar("Leaf")  # an array, or what stands for one, such as a `PartitionSpec`
 
@@ -41,8 +41,8 @@ class BatchSums(NamedTuple, Generic[Leaf]):
 
     Attributes:
       grads: gradient in the trained parameters.
-      squares: [e] squared norm of what each exit sends into the hidden states at its boundary or,
-        where these are frozen, of the gradient in its own parameters.
+      squares: [e] squared norm of the gradient that each exit sends into the hidden states at its
+        boundary or, if these are frozen, of the gradient in its own parameters.
       total: the loss.
       exits: the plain cross entropies.
     """
@@ -71,20 +71,28 @@ def multi_exit_loss(
     layer_dropout: jax.Array | None = None,
     probes: jax.Array | None = None,
 ) -> tuple[jax.Array, ExitSums[jax.Array]]:
-    """(sum over exits of w_e C_e, the sums S_e and the token count): EE-LLM, Eq. 1.
+    """Compute the weighted sum of the exits' losses (EE-LLM, Eq. 1).
 
-    tokens, labels [b, t] int32 (`IGNORE` does not count); weights [e], the final exit's last;
-    the rest as `models.transformer.exit_states`. With `which`, e counts these exits only, in
-    their order, and layers above the deepest of them are not run, unless exits distil: a final exit
-    that is not among them is run all the same, as their teacher. S_e is exit e's cross entropy and
-    C_e what `objective` makes of it. With `sparse`, exits whose weight is 0 are left out at run
-    time and have the sum 0. With `objective.exit_tokens` below 1, the tokens of early exits are
-    drawn by the dropout keys, and their S_e are estimates as their C_e are. Sums and not means:
-    whoever accumulates over microbatches or devices divides once, by the global count, and the
-    result is that of one large batch. The second result is for reporting and has no gradient.
+    The results are sums, not means: whoever accumulates over microbatches or devices divides once,
+    by the global count, so that the result is that of one large batch.
 
-    probes [e] float32, of any value: their gradient is the sum of squares of the gradient that
-    exit e's loss sends into the hidden states at its boundary.
+    Args:
+      tokens, labels: [b, t] int32; a label `IGNORE` does not count.
+      weights: [e], the final exit's last.
+      which: exits of the loss, by which e counts, in their order; by default all. Layers above the
+        deepest are not run, unless exits distil: then a final exit that is not among them runs as
+        their teacher.
+      objective: the cost of a token. With `exit_tokens` below 1, the tokens of early exits are
+        drawn by the dropout keys, and S_e and C_e are estimates.
+      sparse: leave out exits with weight 0 at run time; their sum is 0.
+      probes: [e] float32 of any value. Their gradient is the sum of squares of the gradient that
+        exit e's loss sends into the hidden states at its boundary.
+      positions, segment_ids, dropout_keys, axes, remat, layer_dropout: as in
+        `models.transformer.exit_states`.
+
+    Returns:
+      The sum over exits of w_e C_e, where C_e is exit e's cost by `objective`; and the sums S_e of
+      the exits' cross entropies with the token count, which are for reports and have no gradient.
     """
     which = range(config.n_exits + 1) if which is None else which
     n = len(which)
@@ -106,7 +114,7 @@ def multi_exit_loss(
         remat=remat,
         which=(*which, config.n_exits) if taught else which,
         layer_dropout=layer_dropout,
-        # A teacher that is not among them has no probe.
+        # A teacher that is not one of these exits has no probe.
         tap=None
         if probes is None
         else lambda i, x: _tap(x, _as_the_stream(probes[i], axes)) if i < n else x,
@@ -141,8 +149,10 @@ def multi_exit_loss(
 
 
 def draw_tokens(keys: jax.Array, length: int, share: float) -> jax.Array:
-    """[b, k] positions of each sample, drawn by its key without replacement: k, at least one, is
-    the share of `length`."""
+    """Draw positions [b, k] of each sample by its key, without replacement.
+
+    k is the share of `length`, at least one.
+    """
     own = jax.vmap(lambda key: jax.random.uniform(jax.random.fold_in(key, TOKENS), (length,)))
     return lax.top_k(own(keys), max(1, round(share * length)))[1]
 
@@ -161,12 +171,18 @@ def exits_loss(
     axes: Axes = LOCAL,
     drawn: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """(sum over exits of w_e C_e, the sums S_e [e]) of what the heads of the exits `which` read.
+    """Compute the loss of exits from the states that their heads read.
 
-    hs: a state [b, t, d] for each of them, as `models.transformer.exit_states` gives; teacher: what
-    early exits are distilled from, by default the final exit, which is then the last of `which`;
-    drawn [b, k]: positions at which alone early exits have a loss, times t / k for the others; the
-    rest as in `multi_exit_loss`.
+    Args:
+      hs: a state [b, t, d] for each exit, from `models.transformer.exit_states`.
+      which: numbers of the exits.
+      teacher: the teacher of early exits, by default the final exit, which is then the last of
+        `which`.
+      drawn: [b, k] the only positions at which early exits have a loss, scaled by t / k.
+      labels, weights, objective, sparse, axes: as in `multi_exit_loss`.
+
+    Returns:
+      The sum over exits of w_e C_e, and the sums S_e [e].
     """
     heads = [exits.head(params, config, e) for e in which]
     early = [e != config.n_exits for e in which]
@@ -176,16 +192,16 @@ def exits_loss(
             not early[-1],
             "objective.distillation",
             objective.distillation,
-            "needs the final exit, which is not part of this loss",
+            "needs the final exit, which this loss does not have",
             "Set it to 0.",
         )
         teacher = Teacher(hs[-1], gathered(heads[-1]))
     total = jnp.zeros((), jnp.float32)
-    sums: dict[int, jax.Array] = {}  # by place in `which`
+    sums: dict[int, jax.Array] = {}  # by index in `which`
     for same_table in exits_by_table(heads):
-        table = gathered(heads[same_table[0]].table)  # once, so that its gradient is one too
+        table = gathered(heads[same_table[0]].table)  # once, so that it has one gradient
         apart = [same_table]
-        if drawn is not None:  # exits of other tokens are a loss of their own
+        if drawn is not None:  # early and final exits have different tokens, so separate losses
             apart = [[e for e in same_table if early[e] == x] for x in (True, False)]
         for group in filter(None, apart):
             take, scale = lambda a: a, 1.0
@@ -209,23 +225,25 @@ def exits_loss(
 
 
 def _at(a: jax.Array, positions: jax.Array) -> jax.Array:
-    """a [b, t, ...] at the positions [b, k] of each row."""
+    """Return a [b, t, ...] at the positions [b, k] of each row."""
     return jax.vmap(lambda row, i: row[i])(a, positions)
 
 
 def _final(objective: LossObjective) -> LossObjective:
-    """The final exit's part of an objective."""
+    """Return the final exit's part of an objective."""
     return LossObjective(z_loss=objective.z_loss)
 
 
 def _as_the_stream(probe: jax.Array, axes: Axes) -> jax.Array:
-    """A probe of each shard's own positions, whose gradients add up to that of the whole."""
+    """Return a probe of each shard's own positions; the shards' gradients add up to the whole
+    one."""
     return lax.pcast(probe, axes.sequence, to="varying") if axes.sequence else probe
 
 
 @jax.custom_vjp
 def _tap(x: jax.Array, probe: jax.Array) -> jax.Array:
-    """x; the gradient of `probe`, a float32 scalar, is the sum of squares of that of x."""
+    """Return x; the gradient of `probe`, a float32 scalar, is the sum of squares of x's
+    gradient."""
     return x
 
 
@@ -237,9 +255,9 @@ _tap.defvjp(lambda x, probe: (x, None), _tap_backward)
 
 
 def exits_by_table(heads: list[exits.Head]) -> list[list[int]]:
-    """Places in `heads`, of those that read the very same table array together.
+    """Return groups of indices into `heads` that read the very same table array.
 
-    Tied and shared heads meet here, so that their table needs one gradient and not one each.
+    Tied and shared heads form a group, so that their table needs one gradient and not one each.
     """
     groups: dict[int, list[int]] = {}
     for e, head in enumerate(heads):

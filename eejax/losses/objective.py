@@ -1,4 +1,4 @@
-"""The cost of a token at an exit: cross entropy, and what recipes add to it or replace it with."""
+"""The cost of a token at an exit: cross entropy, and the changes that recipes make to it."""
 
 from __future__ import annotations
 

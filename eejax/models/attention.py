@@ -1,4 +1,4 @@
-"""Attention: scores, softmax and weighted values, of whole texts and with a KV cache."""
+"""Attention: scores, softmax and weighted values, over whole texts and with a KV cache."""
 
 from __future__ import annotations
 
@@ -22,32 +22,48 @@ UNROLLED_WRITES = 8
 
 
 def sanitize_kv(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Keys and values [..., h] for a cache, in which rows may lie that nobody is to attend to: of a
-    draft that was not right, of the slot's request before.
+    """Replace keys and values that are not finite before they are written to a cache.
 
-    A masked key counts nothing whatever it is, but 0 times a value that is not finite is NaN. So
-    a row with such values keeps none and has NaN as keys instead: who attends to it gets NaN still.
+    A cache may hold rows that no query may see, of a rejected draft or of an earlier request in the
+    slot. A masked key has weight 0, but 0 times a value that is not finite is NaN. A row with such
+    values therefore stores zeros as values and NaN as keys: a query that attends to it still gets
+    NaN.
+
+    Args:
+      k, v: [..., h] keys and values.
+
+    Returns:
+      Keys and values of the same shapes.
     """
     bad = ~jnp.all(jnp.isfinite(v), -1, keepdims=True)
     return jnp.where(bad, jnp.asarray(jnp.nan, k.dtype), k), jnp.where(bad, 0, v)
 
 
 def write(cache, k: jax.Array, v: jax.Array, start: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A cache's buffers of keys and values with rows k, v [b, t, k, h], as `write_rows`."""
+    """Write rows k, v [b, t, k, h] into a cache's keys and values, as `write_rows` does."""
     keys, values = cache
     k, v = sanitize_kv(k, v)
     return write_rows(keys, k, start), write_rows(values, v, start)
 
 
 def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
-    """cache [b * k, s, h] with rows [b, t, k, h] written at positions start [b] onward.
+    """Write rows into a cache.
 
-    The caller leaves room for all rows: a start too close to the end would be clamped and
-    overwrite earlier positions.
+    The caller leaves room for all rows: a start too close to the end would be clamped, and the rows
+    would overwrite earlier positions.
+
+    Args:
+      cache: [b * k, s, h].
+      rows: [b, t, k, h].
+      start: [b] position of each sequence's first row.
+
+    Returns:
+      The cache, [b * k, s, h].
     """
     b, t, k, h = rows.shape
     rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)  # [b, k, t, h]
-    # On a CPU slice updates stay in place, and a scatter costs more. A GPU starts one for each.
+    # On a CPU slice updates stay in place and cost less than a scatter. A GPU starts a kernel for
+    # each of them.
     if b <= (1 if call.for_gpu() else UNROLLED_WRITES):
         for i in range(b):
             cache = lax.dynamic_update_slice(cache, rows[i], (i * k, start[i], 0))
@@ -60,28 +76,32 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
     return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
 
 
-SHORTEST, LONGER = 256, 4  # positions attended to at least, and times more, in a long cache
+# Attention is compiled for MIN_CACHE_LENGTH positions, and for multiples by powers of the growth.
+MIN_CACHE_LENGTH, CACHE_LENGTH_GROWTH = 256, 4
 
 
 def cache_lengths(length: int) -> list[int]:
-    """The numbers of positions that attention to a cache of `length` is compiled for."""
+    """Return the numbers of positions that attention to a cache of `length` is compiled for."""
     lengths = []
-    while (n := SHORTEST * LONGER ** len(lengths)) < length / 2:
+    while (n := MIN_CACHE_LENGTH * CACHE_LENGTH_GROWTH ** len(lengths)) < length / 2:
         lengths.append(n)
     return [*lengths, length]
 
 
 def span_lengths(length: int) -> list[int]:
-    """Return `cache_lengths` for the attention of one sequence: finer, as each has its own."""
-    lengths = [SHORTEST // 2]
+    """Return the finer `cache_lengths` for attention of one sequence, which has its own length."""
+    lengths = [MIN_CACHE_LENGTH // 2]
     while 2 * lengths[-1] < length:
         lengths.append(2 * lengths[-1])
     return [*(n for n in lengths if n < 0.9 * length), length]
 
 
 def cached_attention(q, k, v, mask, distance, slopes, config: ModelConfig, reach: jax.Array):
-    """`_attend` of rows with the first positions of a cache, of `cache_lengths` the fewest that are
-    enough: what a step reads grows with what was written, and not with what there is room for."""
+    """Attend to the first positions of a cache, with `_attend`.
+
+    It takes the shortest of `cache_lengths` that covers `reach`, so a step reads as much as was
+    written, not as much as the cache has room for.
+    """
     lengths = cache_lengths(k.shape[1])
 
     def first(n, q, k, v, mask, distance):
@@ -106,12 +126,23 @@ def _attend(
     slopes: jax.Array | None,
     config: ModelConfig,
 ) -> jax.Array:
-    """Values mixed by the softmax of scores: q [b, t, k, g, h] -> [b, t, k, g, h].
+    """Mix values by the softmax of scores.
 
-    k, v [b * k, s, h]; mask, distance [b or 1, t, s]; slopes [k, g]. These are products of
-    three-dimensional buffers as the KV cache lies in memory: any other order of axes, or a
-    reshape on the way, makes XLA's CPU backend copy the cache at every step of decoding (2 to 5
-    times the time). The result is divided by the weights' sum, not the weights: it is smaller.
+    The products are of three-dimensional buffers as the KV cache lies in memory: any other order of
+    axes, or a reshape on the way, makes XLA's CPU backend copy the cache at every step of decoding
+    (2 to 5 times the time). The result is divided by the sum of the weights; it is smaller than the
+    weights.
+
+    Args:
+      q: [b, t, k, g, h] queries.
+      k, v: [b * k, s, h] keys and values.
+      mask: [b or 1, t, s] True where attention is allowed.
+      distance: [b or 1, t, s] query minus key position, for ALiBi.
+      slopes: [k, g] of ALiBi, or None.
+      config: the model's.
+
+    Returns:
+      [b, t, k, g, h].
     """
     b, t, n_kv, g, h = q.shape
     rows = jnp.transpose(q, (0, 2, 3, 1, 4)).reshape(b * n_kv, g * t, h)
@@ -121,7 +152,7 @@ def _attend(
     if config.attention_softcap:
         scores = config.attention_softcap * jnp.tanh(scores / config.attention_softcap)
     if slopes is not None:
-        assert distance is not None  # `layers.make_context` has it for ALiBi
+        assert distance is not None  # `layers.make_context` computes it for ALiBi
         bias = slopes[None, :, :, None, None] * distance[:, None, None].astype(jnp.float32)
         scores = scores - bias
     scores = jnp.where(mask[:, None, None], scores, NEGATIVE)
@@ -134,15 +165,15 @@ def _attend(
 
 
 def query_blocks(t: int) -> int:
-    """Return the number of blocks in which the queries of t positions are taken."""
+    """Return the number of blocks that the queries of t positions are cut into."""
     return max(1, min(QUERY_BLOCKS, t // MIN_QUERY_BLOCK))
 
 
 def causal_attention(q, k, v, mask, distance, slopes, config: ModelConfig) -> jax.Array:
-    """`_attend` of rows with themselves, in blocks of queries with the keys up to each block's end.
+    """Attend from rows to themselves, in blocks of queries with the keys up to each block's end.
 
-    Blocks spare the products and exponentials of most masked scores, and each recomputes its
-    scores in the backward pass, which therefore keeps nothing of size t * s from layer to layer.
+    The blocks skip the products and exponentials of most masked scores. Each block recomputes its
+    scores in the backward pass, so nothing of size t * s is kept from layer to layer.
     """
     t = q.shape[1]
     n = query_blocks(t)
@@ -163,20 +194,21 @@ def causal_attention(q, k, v, mask, distance, slopes, config: ModelConfig) -> ja
 
 
 def use_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: ModelConfig) -> bool:
-    """Return whether cuDNN's attention takes a pass.
+    """Return whether cuDNN's attention can run a pass.
 
-    It takes half precision without a soft cap or ALiBi, on GPUs from `call.OLDEST` on, heads of
-    multiples of 8 up to 128 (256 from compute capability 9.0 on), and with a mask even numbers of
-    positions. `EEJAX_KERNELS=reference` turns it off, as it does kernels.
+    It takes half precision without a soft cap or ALiBi, on GPUs from `call.MIN_CAPABILITY` on, with
+    head dimensions that are multiples of 8 up to 128 (256 from compute capability 9.0 on), and with
+    a mask only even numbers of positions. `EEJAX_KERNELS=reference` turns it off, as it does
+    kernels.
 
     Args:
       q: [b, t, k, g, h] queries.
       slopes: [k, g] of ALiBi, or None.
-      masked: whether a mask is given that the library does not know by itself.
+      masked: whether there is a mask beside causality and windows, which the library knows.
       config: the model's.
     """
     capability = call.capability()
-    if capability is None or capability < call.OLDEST or call.prefers_reference():
+    if capability is None or capability < call.MIN_CAPABILITY or call.prefers_reference():
         return False
     if slopes is not None or config.attention_softcap:
         return False
@@ -186,7 +218,7 @@ def use_library(q: jax.Array, slopes: jax.Array | None, masked: bool, config: Mo
 
 
 def use_kernel(config: ModelConfig) -> bool:
-    """Return whether one kernel attends to a KV cache and writes it (`kernel_attention`)."""
+    """Return whether one kernel both attends to a KV cache and writes it (`kernel_attention`)."""
     return call.by_kernels() and covers(config.dtype, config.head_dim)
 
 
@@ -198,14 +230,14 @@ def library_attention(
     window: int | None,
     config: ModelConfig,
 ) -> jax.Array:
-    """Mix values by causal attention in cuDNN's fused kernels, which write no scores.
+    """Attend causally with cuDNN's fused kernels, which write no scores.
 
     Args:
       q: [b, t, k, g, h] queries.
       k: [b, t, k, h] keys.
       v: [b, t, k, h] values.
-      mask: [b or 1, t, t] where attention is allowed besides; None: wherever it is causal.
-      window: positions that a query sees, its own included; None: all before it.
+      mask: [b or 1, t, t] further restricts causal attention; None does not.
+      window: positions that a query sees, its own included; None for all before it.
       config: the model's.
 
     Returns:
@@ -228,17 +260,20 @@ def library_attention(
 class PackedRows(NamedTuple):
     """Rows [t] of several requests, one after the other, and their places in a cache of slots.
 
-    Rows of a slot follow each other in position and are cut into spans of at most `width`, which
-    attention takes one by one: it reads the keys and values of those slots alone that have rows, as
-    they lie, and those of a span once.
+    Rows of a slot have consecutive positions and are cut into spans of at most `width`. Attention
+    takes one span at a time: it reads only the slots that have rows, in place, and reads a span's
+    keys and values once.
 
-    slot, position [t]: of each row; those beyond the last span belong to nobody. first [n]: of each
-    span the first row, ascending; spans: how many there are. The cache has room for width - 1
-    positions more than any row's.
-    most: rows that a slot has at most, where there may be many spans: then XLA's own operations, on
-    anything but a CPU, attend to all slots at once, as starting many small kernels would take
-    longer than reading what nobody asked for. None where there are few spans, as of prompts. One
-    kernel takes all spans either way (`kernel_attention`).
+    Attributes:
+      slot: [t] of each row. Rows beyond the last span belong to no slot.
+      position: [t] of each row. The cache has room for width - 1 positions beyond any of them.
+      first: [n] first row of each span, ascending.
+      spans: number of spans.
+      width: maximum rows of a span.
+      max_rows: maximum rows of a slot, where there may be many spans; None where there are few, as
+        for prompts. With it XLA's own operations attend to all slots at once, except on a CPU:
+        starting many small kernels would take longer than reading slots without rows. One kernel
+        takes all spans either way (`kernel_attention`).
     """
 
     slot: jax.Array
@@ -246,7 +281,7 @@ class PackedRows(NamedTuple):
     first: jax.Array
     spans: jax.Array
     width: int
-    most: int | None = None
+    max_rows: int | None = None
 
 
 KERNEL_SPAN = 64
@@ -257,7 +292,7 @@ def spans(start: jax.Array, t: int) -> PackedRows:
 
     Args:
       start: [b] int32 position of each sequence's first row.
-      t: rows of each.
+      t: rows of each sequence.
     """
     b, width = start.shape[0], min(t, KERNEL_SPAN)
     row = jnp.arange(t, dtype=jnp.int32)
@@ -269,7 +304,7 @@ def spans(start: jax.Array, t: int) -> PackedRows:
         first=first,
         spans=jnp.int32(len(first)),
         width=width,
-        most=t,
+        max_rows=t,
     )
 
 
@@ -283,7 +318,7 @@ def kernel_attention(
     config: ModelConfig,
     packed: PackedRows,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Mix rows with a KV cache by one kernel, which writes their keys and values into it.
+    """Attend to a KV cache with one kernel, which also writes the rows' keys and values into it.
 
     Args:
       q: [b, t, k, g, h] queries of b t rows, in the order of `packed`.
@@ -291,9 +326,9 @@ def kernel_attention(
       v: [b, t, k, h] values.
       cache: keys and values, [slots * k, s, h] each.
       slopes: [k, g] of ALiBi, or None.
-      window: positions that a query sees; None: all before it.
+      window: positions that a query sees; None for all before it.
       config: the model's.
-      packed: where the rows lie.
+      packed: places of the rows in the cache.
 
     Returns:
       [b, t, k, g, h], and the cache.
@@ -303,13 +338,13 @@ def kernel_attention(
         return a.reshape(-1, *a.shape[2:])
 
     rows = packed.slot.shape[0]
-    # The kernel starts programs for all spans that there are places for.
-    most = rows // packed.width + cache[0].shape[0] // k.shape[2]
-    first = packed.first[: min(len(packed.first), most)]
+    # The kernel starts a program for every span that could be there.
+    max_spans = rows // packed.width + cache[0].shape[0] // k.shape[2]
+    first = packed.first[: min(len(packed.first), max_spans)]
     first = jnp.where(jnp.arange(len(first)) < packed.spans, first, rows)
     options = AttentionOptions(
         width=packed.width,
-        most=packed.most or rows,
+        max_rows=packed.max_rows or rows,
         window=window,
         softcap=config.attention_softcap,
         scale=config.attention_scale or q.shape[-1] ** -0.5,
@@ -333,14 +368,25 @@ def kernel_attention(
 def packed_attention(
     q, k, v, cache, mask, distance, slopes, config: ModelConfig, packed: PackedRows
 ):
-    """Rows' values mixed, and the cache with their keys and values.
+    """Attend from packed rows to a cache of slots, and write their keys and values into it.
 
-    q [t, 1, k, g, h]; k, v [t, 1, k, h]; mask, distance [t, 1, s]; the cache's [slots * k, s, h].
-    What is written behind a slot's own rows lies where nobody attends before it is written again.
+    What is written behind a slot's own rows is not attended to before it is written again.
+
+    Args:
+      q: [t, 1, k, g, h] queries.
+      k, v: [t, 1, k, h] keys and values.
+      cache: keys and values, [slots * k, s, h] each.
+      mask, distance: [t, 1, s].
+      slopes: [k, g] of ALiBi, or None.
+      config: the model's.
+      packed: places of the rows in the cache.
+
+    Returns:
+      [t, 1, k, g, h], and the cache.
     """
     by_span = partial(_by_span, slopes=slopes, config=config, packed=packed)
     args = q, *sanitize_kv(k, v), mask, distance, *cache
-    if packed.most is None:
+    if packed.max_rows is None:
         return by_span(*args)
     at_once = partial(_at_once, slopes=slopes, config=config, packed=packed)
     return lax.platform_dependent(*args, cpu=by_span, default=at_once)
@@ -349,27 +395,27 @@ def packed_attention(
 def _at_once(
     q, k, v, mask, distance, keys, values, *, slopes, config: ModelConfig, packed: PackedRows
 ):
-    """Attend with `packed.most` rows of every slot, whether they are there or not."""
-    n_kv, most, t = k.shape[2], packed.most, q.shape[0]
-    assert most is not None  # otherwise spans are taken one by one
+    """Attend with `packed.max_rows` rows of every slot, of which some may be padding."""
+    n_kv, max_rows, t = k.shape[2], packed.max_rows, q.shape[0]
+    assert max_rows is not None  # otherwise `_by_span` is called
     slots = keys.shape[0] // n_kv
-    # Rows of a slot lie together: its first is the first of its first span.
+    # Rows of a slot lie together: the first of them begins its first span.
     begin = jnp.full((slots,), t, jnp.int32).at[packed.slot].min(jnp.arange(t), mode="drop")
     start = packed.position[jnp.minimum(begin, t - 1)]
-    start = jnp.where(begin < t, start, keys.shape[1] - most)  # of nobody: behind everything
-    row = jnp.minimum(begin[:, None] + jnp.arange(most)[None], t - 1)  # [slots, most]
+    start = jnp.where(begin < t, start, keys.shape[1] - max_rows)  # slots without rows: at the end
+    row = jnp.minimum(begin[:, None] + jnp.arange(max_rows)[None], t - 1)  # [slots, max_rows]
     near = None if distance is None else distance[row, 0]
     k, v = write_rows(keys, k[row, 0], start), write_rows(values, v[row, 0], start)
     flat_k, flat_v = k.astype(q.dtype), v.astype(q.dtype)
     reach = jnp.max(packed.position) + 1
     y = cached_attention(q[row, 0], flat_k, flat_v, mask[row, 0], near, slopes, config, reach)
     behind = packed.position - start[jnp.minimum(packed.slot, slots - 1)]
-    y = y[jnp.minimum(packed.slot, slots - 1), jnp.clip(behind, 0, most - 1)]
+    y = y[jnp.minimum(packed.slot, slots - 1), jnp.clip(behind, 0, max_rows - 1)]
     return y[:, None], (k, v)
 
 
 def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packed: PackedRows):
-    """`packed_attention` of one span after the other."""
+    """Run `packed_attention` on one span after the other."""
     width, n_kv, length = packed.width, k.shape[2], cache[0].shape[1]
     lengths = span_lengths(length)
 
@@ -386,7 +432,7 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
         cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=width)
         q, k, v, mask = (cut(a) for a in own)
         distance = None if far is None else cut(far)
-        buffers = [  # other slots' rows come along
+        buffers = [  # may also write rows of the next slots, which their own spans write again
             lax.dynamic_update_slice(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
             for c, a in zip(buffers, (k, v), strict=True)
         ]
@@ -404,6 +450,6 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
         y = lax.switch(which, branches, q, mask, distance, *buffers)
         return lax.dynamic_update_slice_in_dim(out, y, first, 0), *buffers
 
-    # Rows of nobody come out as they went in.
+    # Rows that belong to no span come out as they went in.
     out, *buffers = lax.fori_loop(0, packed.spans, span, (own[0], *cache))
     return out[: q.shape[0], None], tuple(buffers)

@@ -1,4 +1,5 @@
-"""Run one of several bodies on carried buffers, in the form that suits the device's compiler."""
+"""Running one of several bodies on carried buffers, in the form that suits the device's
+compiler."""
 
 from __future__ import annotations
 
@@ -15,15 +16,15 @@ from eejax.kernels import call
 def run_branch(
     index: jax.Array, branches: Sequence[Callable], carry: tuple[Any, ...]
 ) -> tuple[Any, ...]:
-    """Run one of several branches on a carry, or none.
+    """Run one of several branches on a carry, or none of them.
 
     XLA's CPU backend copies every carried buffer in a conditional of three or more branches. Its
-    GPU backend copies them in the empty branch of every conditional behind the first. So there is
-    a chain of two-branch conditionals for the one and a single conditional for the other.
+    GPU backend copies them in the empty branch of every conditional behind the first. So the CPU
+    gets a chain of two-branch conditionals, and the GPU a single conditional.
 
     Args:
       index: [] int32 in 0..len(branches). 0 returns the carry unchanged, i runs branches[i - 1].
-      branches: functions of the carried values that return as many of the same types.
+      branches: functions of the carried values that return values of the same types.
       carry: the values.
 
     Returns:
@@ -41,10 +42,10 @@ def run_branch(
 
 
 def run_where(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
-    """Run a body on a carry where a condition holds.
+    """Run a body on a carry if a condition holds.
 
-    It is a loop of at most one round. XLA's GPU backend copies carried buffers in both branches of
-    a conditional that has others inside.
+    It is a loop of at most one round, because XLA's GPU backend copies carried buffers in both
+    branches of a conditional that contains other conditionals.
 
     Args:
       condition: [] bool.
@@ -64,10 +65,10 @@ def run_where(condition: jax.Array, body: Callable[[Any], Any], carry: Any) -> A
 def first_bucket(sizes: Sequence[int], count: jax.Array) -> jax.Array:
     """Find the first bucket that holds a count.
 
-    It compares with all sizes, as a binary search is a loop, which a GPU's host decides.
+    It compares with all sizes: a binary search is a loop, whose rounds a GPU's host decides.
 
     Args:
-      sizes: of buckets, ascending.
+      sizes: bucket sizes, ascending.
       count: [] integer.
 
     Returns:

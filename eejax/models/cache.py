@@ -1,10 +1,10 @@
-"""Keys and values kept while decoding, and the invariant of how deep they reach.
+"""The KV cache of decoding, and the invariant of how deep it is filled.
 
 A model is cut into segments at its exits (`ModelConfig.segments`). `filled[b, e]` counts the
-positions of sequence b whose keys and values exist in every layer of segment e. A position
-enters segment e only after segment e - 1, so filled never increases with e; positions
-filled[e] .. filled[e-1] - 1 wait at boundary e - 1. Attention masks by position, so rows
-written beyond `filled` are never seen before they are written again.
+positions of sequence b whose keys and values exist in every layer of segment e. A position enters
+segment e only after segment e - 1, so filled never increases with e; positions filled[e] ..
+filled[e-1] - 1 wait at boundary e - 1. Attention masks by position, so rows written beyond `filled`
+are never seen before they are written again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ KeyValue = tuple[jax.Array, jax.Array]
 
 
 class KVCache(struct.PyTreeNode):
-    """One buffer pair per layer, so that a step never copies another layer's.
+    """A KV cache with one pair of buffers per layer, so that a step never copies another layer's.
 
-    segments: per segment, its layers' (keys, values), each [b * k, s, h], the form attention
-        reads without copying; k are the shard's own heads (`kv_heads`).
-    blocks: per segment, the exit block's (keys, values) at its end, or None.
-    filled: [b, number of segments] int32.
+    Attributes:
+      segments: for each segment, its layers' (keys, values), each [b * k, s, h], which attention
+        reads without copying; k counts the heads of this shard (`kv_heads`).
+      blocks: for each segment, the (keys, values) of the exit block at its end, or None.
+      filled: [b, number of segments] int32.
     """
 
     segments: tuple[tuple[KeyValue, ...], ...]
@@ -37,20 +38,23 @@ class KVCache(struct.PyTreeNode):
 
     @property
     def length(self) -> int:
-        """Positions each buffer holds."""
+        """Number of positions that each buffer holds."""
         buffers = jax.tree.leaves((self.segments, self.blocks))
         return buffers[0].shape[1] if buffers else 0
 
 
 def kv_heads(config: ModelConfig, axes: Axes = LOCAL) -> int:
-    """Key and value heads of one shard: at least the one that its query heads read."""
+    """Return the number of key and value heads of one shard, at least 1."""
     shards = lax.axis_size(axes.model) if axes.model else 1
     return max(1, config.n_kv_heads // shards)
 
 
 def varying(tree: Tree, *axes: str | None) -> Tree:
-    """Values made inside of a `shard_map` as such that may differ along mesh axes, of which None
-    are none: what a loop or a conditional carries has to be of one type."""
+    """Mark values made inside a `shard_map` as varying along mesh axes; axes that are None are
+    ignored.
+
+    A loop or a conditional needs carried values of one type.
+    """
     named = tuple(axis for axis in axes if axis)
     return jax.tree.map(lambda a: lax.pcast(a, named, to="varying"), tree) if named else tree
 
@@ -58,9 +62,9 @@ def varying(tree: Tree, *axes: str | None) -> Tree:
 def init_cache(
     config: ModelConfig, batch: int, length: int, n_segments: int, axes: Axes = LOCAL
 ) -> KVCache:
-    """An empty cache of `length` positions for the first `n_segments` segments.
+    """Return an empty cache of `length` positions for the first `n_segments` segments.
 
-    On a mesh it is a device's own: of its heads, and of its part of the `batch`.
+    On a mesh the cache is this device's: it has the device's heads and its part of the `batch`.
     """
     shape = (batch * kv_heads(config, axes), length, config.head_dim)
 
@@ -82,11 +86,17 @@ def init_cache(
 def unstack_segments(
     params: Tree, config: ModelConfig, n_segments: int, axes: Axes = LOCAL, first: int = 0
 ) -> tuple[tuple[Tree, ...], ...]:
-    """Each segment's layers as separate trees, projections fused (`fusion.fuse`); those of segments
-    from the first on.
+    """Return each segment's layers as separate trees with fused projections (`fusion.fuse`).
 
-    A decoding step must not slice a stack: it would copy the weights. On a mesh `params` are this
-    shard's, which takes the key and value head it needs once and for all.
+    A decoding step must not slice a stack, which would copy the weights. On a mesh `params` are
+    this shard's, and the key and value head that it needs is taken here once.
+
+    Args:
+      params: the model's parameters.
+      config: the model's.
+      n_segments: number of segments up to the deepest one.
+      axes: mesh axes.
+      first: number of the first segment to return.
     """
 
     def own(p):

@@ -39,15 +39,16 @@ class RopeKind(enum.IntEnum):
 class RotaryConfig:
     """Rotary position embedding (Su et al. 2021) and its usual context extensions.
 
-    `fraction` is the part of each head that is rotated (GPT-NeoX, Phi). `interleaved` pairs
-    neighbouring dimensions (2i, 2i+1), as GPT-J and the Llama paper; otherwise dimension i is
-    paired with i + h/2, as Hugging Face's Llama. `scaling` extends the context by `factor`:
-    "linear" divides positions; "ntk" raises the base; "llama3" divides low frequencies only,
-    with a smooth step between `low_frequency` and `high_frequency`; "yarn" (Peng et al. 2023)
-    interpolates between both by wavelength (`beta_fast`, `beta_slow`) and scales attention.
-    `original_context`, for "llama3" and "yarn" only, is the length the model was first trained
-    for. `local_theta`, if set, is the base for sliding-window layers (Gemma 3), which are never
-    scaled.
+    Attributes:
+      fraction: part of each head that is rotated (GPT-NeoX, Phi).
+      interleaved: whether neighbouring dimensions (2i, 2i+1) are paired, as in GPT-J and the Llama
+        paper; otherwise dimension i is paired with i + h/2, as in Hugging Face's Llama.
+      scaling: how `factor` extends the context: "linear" divides positions; "ntk" raises the base;
+        "llama3" divides low frequencies, smoothly from `low_frequency` to `high_frequency`; "yarn"
+        (Peng et al. 2023) interpolates between both by wavelength (`beta_fast`, `beta_slow`) and
+        scales attention.
+      original_context: the length that the model was first trained for; "llama3" and "yarn" only.
+      local_theta: base of sliding-window layers (Gemma 3), which are never scaled; or `theta`.
     """
 
     theta: float = 10000.0
@@ -109,14 +110,14 @@ class RotaryConfig:
 class ExitConfig:
     """An early exit at a layer boundary: (mlp) -> (block) -> (norm) -> head -> / temperature.
 
-    `boundary` n reads the hidden state after n layers (0: the embedding): in the code of
-    EE-LLM's authors "post-exit at layer n" and "pre-exit at layer n + 1". `mlp` is a residual MLP
-    with its own norm, `block` a whole transformer block with positions, mask and a KV cache of its
-    own, `norm` a final norm of its own (EE-LLM, section 2 and Appendix D.1). `head`:
-    "tied" to the input embedding, "shared" with every other exit that says so (the final exit
-    included), or its "own". Logits are divided by `temperature` wherever the exit is used.
-    `router` is the bottleneck of a router network (`gates.router`) that says whether a token may
-    leave here, 0 for none; all routers of a model have the same.
+    Attributes:
+      boundary: layers below the exit, 0 for the embedding (n is "post-exit at layer n" or "pre-exit
+        at layer n + 1" in EE-LLM's code).
+      mlp: whether it has a residual MLP with its own norm (EE-LLM, section 2, Appendix D.1).
+      block: whether it has a transformer block with positions, mask and a KV cache of its own.
+      norm: whether it has its own final norm.
+      head: "tied" to the input embedding, "shared" with all exits that say so, or its "own".
+      router: bottleneck width of the router (`gates.router`), the same for all exits; 0 for none.
     """
 
     boundary: int
@@ -146,14 +147,14 @@ class ExitConfig:
 
     @property
     def name(self) -> str:
-        """The exit's key in the parameter tree; adding exits never renames another."""
+        """Key of the exit in the parameter tree; adding exits never renames another."""
         return f"exit_{self.boundary}"
 
 
 if TYPE_CHECKING:
 
     class _Derived:
-        """A field that takes None and reads as the number that follows from other fields."""
+        """A field that accepts None and then reads as a number derived from other fields."""
 
         def __get__(self, config: object, owner: object) -> int: ...
 
@@ -164,27 +165,29 @@ if TYPE_CHECKING:
 class ModelConfig:
     """A decoder-only transformer with early exits.
 
-    Sizes: `vocab_size` tokens, `n_layers` layers of width `d_model`, `n_heads` query heads and
-    `n_kv_heads` key/value heads (default: as many; 1 is multi-query) of `head_dim`
-    (default d_model / n_heads), feed-forward width `d_ff` (default 4 d_model, gated: 8/3,
-    rounded up to a multiple of 8, from d_model 1024 on of 64),
-    `context_length` positions. `vocab_multiple` pads the rows of embedding and heads; padded
-    tokens are masked out everywhere.
+    `dtype` is that of computation. Parameters are float32 while training, and norms, softmax,
+    losses and residual statistics are always computed in float32.
 
-    `norm_placement`: "pre" x + f(norm(x)); "post" norm(x + f(x)), the original transformer;
-    "pre_post" x + norm(f(norm(x))), Gemma 2; "output" x + norm(f(x)), OLMo 2.
-    `norm_plus_one`: the scale is 1 + w (Gemma). `norm_bias`: whether a LayerNorm adds a bias (an
-    RMSNorm never does). `residual`: attention then MLP ("sequential"),
-    both from the same x with two norms ("parallel", GPT-NeoX) or one ("parallel_one_norm",
-    GPT-J, Phi, Falcon). `qk_norm`: "none", "head" (each head, Qwen 3) or "full" (all heads
-    together, OLMo 2). `sliding_window`: one window for all layers or one entry per layer, None
-    meaning full attention; a query at t sees keys t - window < s <= t. `no_rope_layers`:
-    layers without rotary positions (SmolLM 3). `attention_scale` replaces 1/sqrt(head_dim). Soft
-    caps are cap * tanh(x / cap) (Gemma 2).
-    `embedding_scale` multiplies embeddings (Gemma: sqrt(d_model)). `head` is the final exit's:
-    "tied" to the input embedding, "shared" with exits, or its "own".
-    `dtype` is the dtype of computation; parameters are float32 while training, and norms,
-    softmax, losses and residual statistics are computed in float32 in either case.
+    Attributes:
+      head_dim: by default d_model / n_heads.
+      n_kv_heads: key and value heads; by default as many as query heads. 1 is multi-query.
+      d_ff: width of the MLP; by default 4 d_model, or 8/3 d_model if gated, rounded up to a
+        multiple of 8 (of 64 from d_model 1024 on).
+      vocab_multiple: pads the rows of embedding and heads; padding is masked everywhere.
+      norm_plus_one: whether the scale is 1 + w (Gemma).
+      norm_bias: whether a LayerNorm adds a bias; an RMSNorm never does.
+      norm_placement: "pre" x + f(norm(x)); "post" norm(x + f(x)), the original transformer;
+        "pre_post" x + norm(f(norm(x))), Gemma 2; "output" x + norm(f(x)), OLMo 2.
+      residual: "sequential", attention then MLP; "parallel", both from the same x with two norms
+        (GPT-NeoX); "parallel_one_norm", both with one norm (GPT-J, Phi, Falcon).
+      qk_norm: "none", "head" (each head, Qwen 3) or "full" (all heads together, OLMo 2).
+      sliding_window: one window for all layers or one entry per layer, None for full attention. A
+        query at t sees keys t - window < s <= t.
+      no_rope_layers: layers without rotary positions (SmolLM 3).
+      attention_scale: replaces 1/sqrt(head_dim).
+      attention_softcap, logit_softcap: cap in cap * tanh(x / cap) (Gemma 2).
+      head: the final exit's: "tied" to the input embedding, "shared" with exits, or its "own".
+      embedding_scale: multiplies embeddings (Gemma: sqrt(d_model)).
     """
 
     vocab_size: int
@@ -196,7 +199,7 @@ class ModelConfig:
         n_kv_heads: _Derived = _Derived()
         head_dim: _Derived = _Derived()
         d_ff: _Derived = _Derived()
-    else:  # `__post_init__` derives those that are None
+    else:  # `__post_init__` derives the fields that are None
         n_kv_heads: int | None = None
         head_dim: int | None = None
         d_ff: int | None = None
@@ -267,8 +270,8 @@ class ModelConfig:
             )
             set_("head_dim", self.d_model // self.n_heads)
         if self.d_ff is None:
-            # From some width on as matrix products on GPUs want it: XLA pads what is no multiple of
-            # 64, and copies the weights each time to do so.
+            # On a GPU, XLA pads widths that are not multiples of 64, by a copy of the weights each
+            # time. Small models keep the finer multiple.
             multiple = 64 if self.d_model >= 1024 else 8
             third = -(-8 * self.d_model // (3 * multiple)) * multiple
             set_("d_ff", third if self.mlp_gated else 4 * self.d_model)
@@ -396,17 +399,17 @@ class ModelConfig:
             not any(e.router for e in self.exits if e.boundary == self.n_layers),
             f"{field}.router",
             widths,
-            "must be 0 at the last boundary, which all tokens leave by",
+            "must be 0 at the last boundary, where all tokens leave",
         )
 
     @property
     def padded_vocab(self) -> int:
-        """Rows of embedding and heads: vocab_size rounded up to vocab_multiple."""
+        """Number of rows of embedding and heads: vocab_size rounded up to vocab_multiple."""
         return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     @property
     def rotary_dims(self) -> int:
-        """Rotated dimensions of each head."""
+        """Number of rotated dimensions of each head."""
         return int(self.head_dim * self.rotary.fraction)
 
     @property
@@ -426,35 +429,36 @@ class ModelConfig:
         return tuple(zip((0, *boundaries[:-1]), boundaries, strict=True))
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer, None for full attention."""
+        """Return the sliding window of a layer, or None for full attention."""
         if isinstance(self.sliding_window, tuple):
             return self.sliding_window[layer]
         return self.sliding_window
 
     def rope(self, layer: int) -> RopeKind:
-        """Return the kind of rotary angles that a layer has."""
+        """Return the kind of rotary angles of a layer."""
         if layer in self.no_rope_layers:
             return RopeKind.NONE
         return RopeKind.GLOBAL if self.window(layer) is None else RopeKind.LOCAL
 
     def above(self, e: int) -> int:
-        """The layer that exit e's block is like: the one above it, or the last layer."""
+        """Return the layer that exit e's block is built like: the one above it, or the last
+        layer."""
         return min(self.exit_boundaries[e], self.n_layers - 1)
 
     def exit_window(self, e: int) -> int | None:
-        """Sliding window of exit e's block."""
+        """Return the sliding window of exit e's block."""
         return self.window(self.above(e))
 
     def exit_rope(self, e: int) -> int:
-        """Rotary angles of exit e's block."""
+        """Return the kind of rotary angles of exit e's block."""
         return self.rope(self.above(e))
 
     def replace(self, **changes: Any) -> ModelConfig:
-        """A copy with changes, validated again."""
+        """Return a copy with changed fields, validated again."""
         return dataclasses.replace(self, **changes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: what `json.loads(json.dumps(...))` gives back is equal to it."""
+        """Return plain JSON values, which a round trip through JSON leaves equal."""
         values = dataclasses.asdict(self)
         values["exits"] = list(values["exits"])
         if isinstance(self.sliding_window, tuple):
@@ -476,7 +480,7 @@ class ModelConfig:
 
 
 def build(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
-    """`cls(**values)`, naming unknown and missing fields in a `ConfigError`."""
+    """Return `cls(**values)`; raise `ConfigError` for unknown and missing fields."""
     known = {f.name: f for f in dataclasses.fields(cls)}
     where = where or cls.__name__
     for name, value in values.items():

@@ -1,6 +1,6 @@
 """Early exits: hidden state at a boundary -> (mlp) -> (block) -> (norm) -> head.
 
-The order is that of EE-LLM's code; its paper allows any (Appendix D.1). Exits are numbered 0..E-1
+The order is that of EE-LLM's code; the paper allows any (Appendix D.1). Exits are numbered 0..E-1
 as configured; exit E is the final one.
 """
 
@@ -26,7 +26,7 @@ from eejax.sharding.spread import gathered
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """Static part of a head: logits = softcap(h @ table.T + bias) / temperature."""
+    """Static options of a head: logits = softcap(h @ table.T + bias) / temperature."""
 
     vocab_size: int
     softcap: float | None = None
@@ -34,9 +34,12 @@ class HeadOptions:
 
 
 class Head(NamedTuple):
-    """An output embedding: table [v, d] (its local rows under vocabulary parallelism), bias [v].
+    """An output embedding.
 
-    Either may be a `Spread`, which `losses.multi_exit.exits_loss` gathers.
+    Attributes:
+      table: [v, d], or its local rows under vocabulary parallelism.
+      bias: [v] or None. Either may be a `Spread`, which `losses.multi_exit.exits_loss` gathers.
+      options: static options.
     """
 
     table: jax.Array
@@ -50,12 +53,12 @@ def head_name(config: ModelConfig, e: int) -> str:
 
 
 def exit_params(params: Tree, config: ModelConfig, e: int) -> Tree:
-    """The parameters that belong to exit e alone."""
+    """Return the parameters that belong to exit e alone."""
     return params["final"] if e == config.n_exits else params["exits"][config.exits[e].name]
 
 
 def head(params: Tree, config: ModelConfig, e: int) -> Head:
-    """The output embedding of exit e."""
+    """Return the output embedding of exit e."""
     own = exit_params(params, config, e)
     where = head_name(config, e)
     if where == "own":
@@ -68,9 +71,9 @@ def head(params: Tree, config: ModelConfig, e: int) -> Head:
 
 
 def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
-    """float32 logits [..., v] of hidden states [..., d]; padded vocabulary rows are masked.
+    """Compute float32 logits [..., v] of hidden states [..., d]; padded vocabulary rows are masked.
 
-    With a mesh `axis`, `head` holds this shard's rows and so does the result.
+    With a mesh `axis`, `head` has this shard's rows, and the result has the same.
     """
     rows = head.table.shape[0]
 
@@ -91,7 +94,8 @@ def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
 
 
 def _shaped(y: jax.Array, bias: jax.Array | None, o: HeadOptions) -> jax.Array:
-    """Logits of products y with rows of the table, and these rows' bias."""
+    """Add the rows' bias to products y with rows of the table, then apply soft cap and
+    temperature."""
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     if o.softcap is not None:
@@ -100,7 +104,7 @@ def _shaped(y: jax.Array, bias: jax.Array | None, o: HeadOptions) -> jax.Array:
 
 
 def confidence(head: Head, h: jax.Array, axis: str | None = None) -> Confidence:
-    """Return statistics of the logits of states [n, d]; a kernel does not write the logits."""
+    """Return statistics of the logits of states [n, d]; the kernel does not write the logits."""
     return _confidence(head, h, {}, None, axis)
 
 
@@ -113,7 +117,7 @@ def _confidence(head, h, norm: Tree, norm_options, axis) -> Confidence:
 
 
 def label_logits(head: Head, h: jax.Array, labels: jax.Array) -> jax.Array:
-    """float32 [n]: of `logits` of states [n, d] those of their labels [n]."""
+    """Compute the float32 logit [n] of each state [n, d] for its own label [n]."""
     y = jnp.einsum("nd,nd->n", h, head.table[labels], preferred_element_type=jnp.float32)
     return _shaped(y, None if head.bias is None else head.bias[labels], head.options)
 
@@ -130,7 +134,8 @@ def whole_logits(head: Head, h: jax.Array, axes: Axes = LOCAL) -> jax.Array:
 
 
 def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
-    """Boundary state x [b, t, d] plus the output of an exit's MLP, if its parameters p have one."""
+    """Add the output of an exit's MLP, if its parameters p have one, to boundary state x [b, t,
+    d]."""
     if "mlp" not in p:
         return x
     h = shards.enter(layers.norm(p["mlp_norm"], x, config), axes)
@@ -138,10 +143,10 @@ def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) ->
 
 
 def fuse(exits: Tree, config: ModelConfig, axes: Axes = LOCAL) -> Tree:
-    """Exits' trees by name with their MLPs and blocks fused for a GPU (`fusion.fuse`).
+    """Fuse the MLPs and blocks of exits' trees, by name, for a GPU (`fusion.fuse`).
 
-    XLA joins products of the same rows there, and would copy their matrices at each step. On a CPU
-    the trees stay as they are given. On a mesh they are this shard's.
+    XLA joins products of the same rows there and would copy their matrices at each step. On a CPU
+    the trees are returned unchanged. On a mesh they are this shard's.
     """
     if not call.for_gpu():
         return exits
@@ -169,9 +174,9 @@ def state(
     *,
     axes: Axes = LOCAL,
 ) -> jax.Array:
-    """Boundary state x [b, t, d] -> what exit e's head reads.
+    """Compute what exit e's head reads, [b, t, d], from boundary state x [b, t, d].
 
-    With a sequence axis x is [b, t/shards, d]; what comes out is always [b, t, d].
+    With a sequence axis x is [b, t/shards, d]; the result is always [b, t, d].
     """
     x, _ = attend(params, config, e, x, context, axes=axes)
     return read(params, config, e, x, axes)
@@ -187,11 +192,14 @@ def attend(
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """The part of exit e that every token of a text takes: boundary state x [b, t, d] -> the state
-    behind its (mlp and) block, and the block's keys and values; x and None without a block.
+    """Run the part of exit e that every token of a text needs: its MLP and block.
 
-    The block attends with the positions and mask of the pass; with a `cache` (its own) it
-    sees every earlier position that reached this boundary.
+    The block attends with the positions and mask of the pass. With a `cache` of its own it sees
+    every earlier position that reached this boundary.
+
+    Returns:
+      The state [b, t, d] behind MLP and block, and the block's keys and values, None without a
+      block.
     """
     p = exit_params(params, config, e)
     if "block" not in p:
@@ -211,8 +219,14 @@ def attend(
 
 
 def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = LOCAL) -> jax.Array:
-    """The rest of exit e, which only a token whose logits are asked for needs: x [b, t, d], as
-    `attend` gives it, -> what the head reads."""
+    """Run the rest of exit e, which only a token whose logits are wanted needs.
+
+    Args:
+      x: [b, t, d], from `attend`.
+
+    Returns:
+      [b, t, d], what the head reads.
+    """
     p, x = _unnormed(params, config, e, x, axes)
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)
@@ -220,7 +234,7 @@ def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = L
 
 
 def _unnormed(params, config, e, x, axes):
-    """Return what `read` reads of exit e's parameters, and x before its norm."""
+    """Return the parameters of exit e that `read` uses, and x before its norm."""
     p = exit_params(params, config, e)
     names = ("norm",) if "block" in p else ("mlp", "mlp_norm", "norm")
     p = gathered({name: part for name, part in p.items() if name in names})
@@ -231,8 +245,8 @@ class Reader(NamedTuple):
     """The head of an exit on states [b, d], computed on demand.
 
     Attributes:
-      logits: returns float32 [b, v] of the whole vocabulary on every shard.
-      confidence: returns statistics of them by a kernel that does not write logits; None where
+      logits: returns float32 [b, v] over the whole vocabulary on every shard.
+      confidence: returns statistics of the logits by a kernel that does not write them; None where
         there is no kernel.
     """
 
@@ -241,8 +255,10 @@ class Reader(NamedTuple):
 
 
 def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes = LOCAL) -> Reader:
-    """Exit e's, of states h [b, d] as `attend` gives them. All of the exit that not every token
-    needs is computed for those alone whose logits are asked for."""
+    """Return the `Reader` of exit e for states h [b, d] from `attend`.
+
+    What not every token needs of the exit is computed only when its logits are asked for.
+    """
 
     def logits():
         state = read(params, config, e, h[:, None], axes)[:, 0]

@@ -1,4 +1,4 @@
-"""Weights as decoding multiplies with them: projections fused, MLPs padded, heads flat."""
+"""Weights in the form that decoding multiplies with: projections fused, MLPs padded, heads flat."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from eejax.kernels import call
 
 
 def fuse(p: Tree) -> Tree:
-    """A layer's tree, stacked or not, with q, k, v as one product, and gate and up as one, unless
-    they are already. On a GPU the MLP is `padded` first.
+    """Fuse a layer's q, k and v into one product, and gate and up into one, unless they are
+    already.
 
-    For decoding, where starting a product costs more than its small result is worth. The columns
-    of "qkv" are q's, k's and v's, those of "gate_up" gate's and up's.
+    Decoding needs this because starting a product costs more than its small result is worth. The
+    columns of "qkv" are q's, k's and v's, those of "gate_up" gate's and up's. On a GPU the MLP is
+    `padded` first.
+
+    Args:
+      p: a layer's tree, stacked or not.
     """
     attn = p["attn"]
     attn = _joined(attn, ("q", "k", "v"), "qkv", 2) if "q" in attn else attn
@@ -23,7 +27,7 @@ def fuse(p: Tree) -> Tree:
 
 
 def fuse_mlp(mlp: Tree) -> Tree:
-    """The part of `fuse` that an MLP's tree takes."""
+    """Fuse gate and up of an MLP's tree, as `fuse` does."""
     mlp = padded(mlp)
     return _joined(mlp, ("gate", "up"), "gate_up", 1) if "gate" in mlp else mlp
 
@@ -34,14 +38,14 @@ WIDTH_MULTIPLE = 64
 def padded(mlp: Tree) -> Tree:
     """Widen an MLP with zeros for a GPU, which changes no result.
 
-    XLA's GPU backend pads what is no multiple of 64 at every step, by a copy of the matrix.
+    XLA's GPU backend pads widths that are not multiples of 64, by a copy of the matrix every step.
 
     Args:
       mlp: an MLP's tree, stacked or not: down [..., f, d], up and gate [..., d, f], biases.
 
     Returns:
-      The tree with f a multiple of `WIDTH_MULTIPLE`; without a GPU, and where gate and up are one
-      already, the tree as it was given.
+      The tree with f a multiple of `WIDTH_MULTIPLE`; unchanged without a GPU, and where gate and up
+      are fused already.
     """
     more = -mlp["down"].shape[-2] % WIDTH_MULTIPLE
     if not more or "gate_up" in mlp or not call.for_gpu():
@@ -59,8 +63,10 @@ def padded(mlp: Tree) -> Tree:
 
 
 def flat_heads(p: Tree) -> Tree:
-    """A layer's tree, stacked or not, with the heads of q, k, v [d, n h] and o [n h, d] as columns
-    and rows of matrices: all that a layer does to these weights before it multiplies with them."""
+    """Reshape q, k, v to [d, n h] and o to [n h, d] in a layer's tree, stacked or not.
+
+    A layer does nothing else to these weights before it multiplies with them.
+    """
     attn = dict(p["attn"])
     for name in ("q", "k", "v", "q_bias", "k_bias", "v_bias"):
         if name in attn:
@@ -71,8 +77,10 @@ def flat_heads(p: Tree) -> Tree:
 
 
 def _joined(tree: Tree, names: tuple[str, ...], name: str, columns: int) -> Tree:
-    """`tree` with the leaves `names` as one, and biases; their last so many dimensions are its
-    columns. What lies on the host stays there."""
+    """Return `tree` with the leaves `names`, and their biases, joined into one leaf `name`.
+
+    Their last `columns` dimensions are the columns of a matrix. Arrays on the host stay there.
+    """
     rest = {k: v for k, v in tree.items() if k.removesuffix("_bias") not in names}
     for suffix in ("", "_bias"):
         if names[0] + suffix not in tree:

@@ -22,7 +22,7 @@ from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
 from eejax.kernels import call, norms
 from eejax.models import attention
-from eejax.models.attention import NEGATIVE as NEGATIVE  # of masked logits too
+from eejax.models.attention import NEGATIVE as NEGATIVE  # masks logits too
 from eejax.models.config import ModelConfig, RopeKind, RotaryConfig
 from eejax.models.positions import alibi_slopes, rotary_tables, rotate
 from eejax.models.shards import enter, leave, own_kv_head, own_positions
@@ -30,10 +30,10 @@ from eejax.models.shards import enter, leave, own_kv_head, own_positions
 
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
-    """Exact GELU, x times the normal distribution's cumulative probability at x.
+    """Compute the exact GELU, x times the normal distribution's cumulative probability at x.
 
-    Its derivative is written out: jax 0.12's derivative of erfc cannot be traced inside of a
-    `shard_map`, where its polynomials' coefficients vary along no axis and their argument does.
+    Its derivative is written out because jax 0.12 cannot trace the derivative of erfc inside a
+    `shard_map`: the coefficients of its polynomials vary along no axis, but their argument does.
     """
     return jax.nn.gelu(x, approximate=False)
 
@@ -61,15 +61,17 @@ class LayerContext(NamedTuple):
 
     Attributes:
       mask: [b or 1, t, s] True where attention is allowed, by causality and documents.
-      distance: [b or 1, t, s] int32 query minus key position, None where no layer needs it.
+      distance: [b or 1, t, s] int32 query minus key position; None where no layer needs it.
       rope, local_rope: cos and sin, each [b or 1, t, r/2] float32, or None.
       dropout_keys: [b] one key per sample, or None.
       start: [b] first position of the rows in the KV cache, or None without a cache.
-      reach: scalar, positions of a KV cache that some row attends to, from its first; None without.
-      packed: places in a KV cache of slots of rows of several requests [t, 1], in place of `start`.
-      documents: [b, t] int32 ids that attention is confined to, None for one document a sequence.
-      kernel_rows: places of the rows in a KV cache that a kernel attends to, whatever is in `mask`;
-        None where XLA's own operations do.
+      reach: scalar, number of leading positions of a KV cache that any row attends to; None without
+        a cache.
+      packed: places of rows [t, 1] of several requests in a KV cache of slots, instead of `start`.
+      documents: [b, t] int32 ids of documents, to which attention is confined; None for one per
+        sequence.
+      kernel_rows: places of the rows in a KV cache for attention by a kernel, which ignores `mask`;
+        None where XLA's own operations attend.
     """
 
     mask: jax.Array
@@ -91,7 +93,7 @@ def norm(
     axes: tuple[int, ...] = (-1,),
     shard: str | None = None,
 ) -> jax.Array:
-    """RMSNorm or LayerNorm over the trailing `axes`, in float32, returned in x's dtype.
+    """Apply RMSNorm or LayerNorm over the trailing `axes`, in float32, and return x's dtype.
 
     `shard` names the mesh axis over which the normalised dimensions are split, if they are.
     """
@@ -107,7 +109,7 @@ def norm(
 
 
 def norm_options(config: ModelConfig) -> norms.NormOptions:
-    """Return what kernels have to know of the model's norms."""
+    """Return the options of the model's norms for kernels."""
     return norms.NormOptions(config.norm, config.norm_eps, config.norm_plus_one)
 
 
@@ -120,19 +122,19 @@ def make_context(
     dropout_keys: jax.Array | None = None,
     start: jax.Array | None = None,
     packed: attention.PackedRows | None = None,
-    seen: jax.Array | None = None,
+    visible: jax.Array | None = None,
 ) -> LayerContext:
     """Make the shared inputs of a pass over rows.
 
     Args:
       config: the model's.
-      positions: [b or 1, t], the rows'.
-      key_positions: [b or 1, s], a KV cache's; by default the rows' own.
+      positions: [b or 1, t] of the rows.
+      key_positions: [b or 1, s] of a KV cache; by default those of the rows.
       segment_ids: [b, t] ids of documents, to which attention is confined.
-      dropout_keys, start, packed: as in `LayerContext`. With one of the latter two, one kernel
-        attends where there is one for it (`attention.use_kernel`).
-      seen: [b, s] positions of a KV cache that may be attended to, which no kernel knows of; by
-        default all.
+      dropout_keys, start, packed: as in `LayerContext`. With `start` or `packed`, one kernel
+        attends where there is one (`attention.use_kernel`).
+      visible: [b, s] positions of a KV cache that may be attended to, which rules the kernel out;
+        by default all.
     """
     keys = positions if key_positions is None else key_positions
     distance = positions[:, :, None] - keys[:, None, :]  # [b, t, s]
@@ -144,10 +146,14 @@ def make_context(
         mask = distance >= 0
     if segment_ids is not None:
         mask = mask & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    if seen is not None:
-        mask = mask & seen[:, None]
+    if visible is not None:
+        mask = mask & visible[:, None]
     kernel_rows = None
-    if seen is None and (start is not None or packed is not None) and attention.use_kernel(config):
+    if (
+        visible is None
+        and (start is not None or packed is not None)
+        and attention.use_kernel(config)
+    ):
         kernel_rows = packed
         if start is not None and packed is None:
             kernel_rows = attention.spans(start, positions.shape[1])
@@ -176,9 +182,9 @@ def make_context(
 def dropout(
     x: jax.Array, rate: float, keys: jax.Array | None, layer, site: int, axes: Axes = LOCAL
 ) -> jax.Array:
-    """Inverted dropout of a residual stream, keyed by (sample, layer, site) and by nothing else.
+    """Apply inverted dropout to a residual stream, keyed by (sample, layer, site) and nothing else.
 
-    A shard of the sequence draws the mask of all positions, so that it is that of one device.
+    A shard of the sequence draws the mask of all positions, so the mask equals that of one device.
     """
     if keys is None or rate == 0:
         return x
@@ -193,10 +199,10 @@ def dropout(
 
 
 def keep_samples(keys: jax.Array, layer: jax.Array, rate: jax.Array) -> jax.Array:
-    """[b] False where a whole layer is left out for a sample, with probability `rate`.
+    """Draw which samples keep a layer: [b] bool, False with probability `rate`.
 
-    Layer dropout (LayerSkip, Elhoushi et al. 2024, section 4.1): the residual stream passes by,
-    and nothing is rescaled, as inference runs every layer below its exit.
+    Layer dropout (LayerSkip, Elhoushi et al. 2024, section 4.1): the residual stream passes a
+    dropped layer by. Nothing is rescaled, as inference runs every layer below its exit.
     """
 
     def one(key):
@@ -216,18 +222,19 @@ def self_attention(
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Self-attention of x [b, t, d], all positions of it (`shards.enter`).
+    """Apply self-attention to all positions x [b, t, d] (`shards.enter`).
 
-    Returns the output as the residual stream lies, and keys and values: those of the rows
-    ([b, t, k, h]), or, with a `cache` ([b * k, s, h] each), the cache with the rows written at
-    `context.start`.
+    Returns:
+      The output in the layout of the residual stream, and keys and values: those of the rows, [b,
+        t, k, h], or, with a `cache` ([b * k, s, h] each), the cache with the rows written at
+        `context.start`.
     """
     b, t, _ = x.shape
     dtype = x.dtype
     q, k, v = heads(p, x, config, context, rope, axes)
     mask = context.mask
     if window is not None:
-        assert context.distance is not None  # `make_context` has it where a layer has a window
+        assert context.distance is not None  # `make_context` computes it if a layer has a window
         mask = mask & (context.distance < window)
     n, n_kv = q.shape[2], k.shape[2]
     q = q.reshape(b, t, n_kv, n // n_kv, config.head_dim)
@@ -238,7 +245,7 @@ def self_attention(
             slopes = lax.dynamic_slice_in_dim(slopes, lax.axis_index(axes.model) * n, n)
         slopes = slopes.reshape(n_kv, n // n_kv)
     distance = context.distance if slopes is not None else None
-    # The library knows causality and windows of a fixed size by itself.
+    # The library handles causality and windows of a fixed size without a mask.
     fixed = window if isinstance(window, int) else None
     known = context.documents is None and window is fixed
     if cache is None and attention.use_library(q, slopes, not known, config):
@@ -274,8 +281,8 @@ def heads(
     rope: int | jax.Array = RopeKind.GLOBAL,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """An attention's queries [b, t, n, h], keys and values [b, t, k, h] of what it reads, x."""
-    if "qkv" not in p:  # otherwise whoever fused them took the head (`cache.unstack_segments`)
+    """Compute queries [b, t, n, h] and keys and values [b, t, k, h] of x [b, t, d]."""
+    if "qkv" not in p:  # `cache.unstack_segments` takes the head before it fuses
         p = own_kv_head(p, config, axes)
     q, k, v = _qkv(p, x, config.head_dim)
     if config.qk_norm == "head":
@@ -297,7 +304,7 @@ def heads(
         def turn(a):
             return rotate(a, (cos, sin), config.rotary.interleaved)
 
-        if call.for_gpu():  # heads of both in one launch
+        if call.for_gpu():  # one launch for the heads of both
             q, k = jnp.split(turn(jnp.concatenate([q, k], 2)), (q.shape[2],), 2)
         else:
             q, k = turn(q), turn(k)
@@ -308,12 +315,12 @@ FEW_ROWS = 4
 
 
 def _product(rows: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
-    """rows [r, i] times w, whose first `contracted` dimensions have i elements together.
+    """Multiply rows [r, i] by w, whose first `contracted` dimensions have i elements together.
 
     Rows are the tokens of all sequences: with b and t apart, XLA's CPU backend forms w's gradient
     from a transposed copy of the whole output gradient, and a training step takes 1.8 times as
-    long. The product of few rows (a decoding step that carries waiting tokens) is formed as its
-    transpose: its kernel takes columns in fours, and what is repacked is w's rows either way.
+    long. A product of few rows (a decoding step that carries waiting tokens) is formed as its
+    transpose: its kernel takes columns in fours, and repacks w's rows either way.
     """
     w2 = w.reshape(rows.shape[1], -1)
     if call.for_gpu():
@@ -325,10 +332,11 @@ def _product(rows: jax.Array, w: jax.Array, contracted: int = 1) -> jax.Array:
 
 
 def two_rows(product: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.Array:
-    """Form a product of rows on a GPU: of one row as of two.
+    """Compute a product of rows such that on a GPU one row gives the same result as several.
 
-    XLA makes a product of one row a sum of products, for which it writes out the rounded products
-    of the whole matrix: three times the bytes, and other roundings than those of several rows.
+    XLA makes a product of one row a sum of products, and writes out the rounded products of the
+    whole matrix: three times the bytes, and other roundings than with several rows. One row is
+    therefore computed as two.
 
     Args:
       product: maps rows [n, i] to [n, o].
@@ -339,17 +347,20 @@ def two_rows(product: Callable[[jax.Array], jax.Array], rows: jax.Array) -> jax.
     """
     if len(rows) > 1:
         return product(rows)
-    # A barrier, as XLA would take the product of the rows that are read alone.
+    # Without a barrier XLA would compute the product for the row that is read alone.
     return lax.optimization_barrier(product(jnp.broadcast_to(rows, (2, rows.shape[1]))))[:1]
 
 
 def _rows(x: jax.Array) -> jax.Array:
-    """x [b, t, ...] as [b t, ...]. Once for all products with it: each would keep its own."""
+    """Reshape x [b, t, ...] to [b t, ...].
+
+    It is done once for all products with x; each would keep a copy for its backward pass otherwise.
+    """
     return x.reshape(-1, math.prod(x.shape[2:]))
 
 
 def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Projections [b, t, n, h], [b, t, k, h] twice, from separate or fused weights."""
+    """Compute projections [b, t, n, h] and twice [b, t, k, h], from separate or fused weights."""
     (b, t, _), x = x.shape, _rows(x)
     if "qkv" not in p:
         q, k, v = (_linear(p, name, x).reshape(b, t, -1, head_dim) for name in "qkv")
@@ -362,12 +373,12 @@ def _qkv(p: Tree, x: jax.Array, head_dim: int) -> tuple[jax.Array, jax.Array, ja
 
 
 def _linear(p: Tree, name: str, rows: jax.Array) -> jax.Array:
-    """rows [r, d] times weight `name`, plus its bias if there is one."""
+    """Multiply rows [r, d] by weight `name`, and add its bias if there is one."""
     return _add_bias(_product(rows, p[name]), p.get(f"{name}_bias"))
 
 
 def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
-    """y [..., *] plus a bias [*] in float32, returned in y's dtype.
+    """Add a bias [*] to y [..., *] in float32, and return y's dtype.
 
     The bias's gradient is a sum over all tokens: in bf16 such a sum stops growing.
     """
@@ -378,9 +389,10 @@ def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 
 
 def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
-    """Feed-forward block: down(act(gate x) * up x), or down(act(up x)).
+    """Apply the MLP: down(act(gate x) * up x), or down(act(up x)).
 
-    x [b, t, d] are all positions (`shards.enter`); the result lies as the residual stream does.
+    x [b, t, d] are all positions (`shards.enter`); the result has the layout of the residual
+    stream.
     """
     act = ACTIVATION[config.activation]
     (b, t, _), x = x.shape, _rows(x)
@@ -407,11 +419,14 @@ def layer(
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """One transformer layer on x [b, t, d] (with a sequence axis [b, t/shards, d], this shard's
-    positions); returns the new x, and keys and values.
+    """Run one transformer layer on x [b, t, d].
 
-    `index` (which layer, for dropout), `window` and `rope` (`ModelConfig.rope`) may be
-    traced, so that one compiled body serves a scan over layers that differ in them.
+    With a sequence axis x is [b, t/shards, d], this shard's positions. `index` (the layer's number,
+    for dropout), `window` and `rope` (`ModelConfig.rope`) may be traced, so that one compiled body
+    serves a scan over layers that differ in them.
+
+    Returns:
+      The new x, and keys and values as `self_attention` returns them.
     """
 
     def drop(y, site):

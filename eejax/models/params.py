@@ -20,17 +20,21 @@ from eejax.common.trees import Tree, path_name
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.spread import is_spread
 
-# Folded into the key of initial values. A training step folds its number, an int32, into the key
-# of the same seed for dropout, so that no step can come to the key that a leaf is drawn with.
+# Folded into the key of initial values. For dropout, a training step folds its number, an int32,
+# into the key of the same seed. So no step can reach the key that a leaf is drawn with.
 INIT = 2**32 - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Param:
-    """One leaf: its shape, a logical axis per dimension, how it starts, whether it decays.
+    """The declaration of one leaf.
 
-    `std` is the standard deviation of a normal initial value; without one the leaf starts as
-    the constant `fill`.
+    Attributes:
+      shape: of the leaf.
+      axes: one logical axis for each dimension.
+      std: standard deviation of normal initial values; None starts the leaf as the constant `fill`.
+      fill: initial constant.
+      decay: whether weight decay applies.
     """
 
     shape: tuple[int, ...]
@@ -44,7 +48,8 @@ class Param:
 
 
 def _matrix(shape: tuple, axes: tuple, fan_in: int, scale: float = 1.0) -> Param:
-    """A decayed matrix with variance scale^2 / fan_in (0.022 at d = 2048, as Megatron's 0.02)."""
+    """Declare a decayed matrix with variance scale^2 / fan_in (0.022 at d = 2048, as Megatron's
+    0.02)."""
     return Param(shape, axes, std=scale / math.sqrt(fan_in), decay=True)
 
 
@@ -96,7 +101,7 @@ def _mlp(c: ModelConfig) -> Tree:
 
 
 def layer(config: ModelConfig) -> Tree:
-    """Declaration of one transformer layer, unstacked."""
+    """Declare the parameters of one transformer layer, unstacked."""
     before = config.norm_placement in ("pre", "pre_post")
     after = config.norm_placement != "pre"
     tree = {"attn": _attention(config), "mlp": _mlp(config)}
@@ -123,7 +128,7 @@ def _head(config: ModelConfig, head: str) -> Tree:
 
 
 def exit_(config: ModelConfig, e: ExitConfig) -> Tree:
-    """Declaration of one early exit."""
+    """Declare the parameters of one early exit."""
     tree = _head(config, e.head)
     if e.mlp:
         tree |= {"mlp": _mlp(config), "mlp_norm": _norm(config)}
@@ -137,7 +142,7 @@ def exit_(config: ModelConfig, e: ExitConfig) -> Tree:
 
 
 def router(config: ModelConfig, width: int) -> Tree:
-    """Declaration of a router network (`gates.router`). Only calibration trains it."""
+    """Declare a router network (`gates.router`), which only calibration trains."""
     d = config.d_model
     return {
         "norm": _norm(config),
@@ -148,7 +153,7 @@ def router(config: ModelConfig, width: int) -> Tree:
 
 
 def abstract(config: ModelConfig) -> Tree:
-    """The declaration of every parameter, as a nested dict of `Param`."""
+    """Declare every parameter of a model, as a nested dict of `Param`."""
     # A tied matrix is a head too: 1/sqrt(d) would make initial logits of order sqrt(d).
     embed = {"tokens": _vocab(config, 0.02)}
     if config.position == "learned":
@@ -170,13 +175,16 @@ def abstract(config: ModelConfig) -> Tree:
 
 
 def map_params(f: Callable[[Param], Any], tree: Tree) -> Tree:
-    """`f` over every `Param` of a declaration."""
+    """Apply `f` to every `Param` of a declaration."""
     return jax.tree.map(f, tree, is_leaf=lambda x: isinstance(x, Param))
 
 
 def init(config: ModelConfig, key: jax.Array) -> Tree:
-    """Initial float32 parameters. A leaf's values depend on `key` and its own name alone, so
-    adding an exit changes no other parameter."""
+    """Draw initial float32 parameters.
+
+    A leaf's values depend only on `key` and its own name, so adding an exit changes no other
+    parameter.
+    """
     key = jax.random.fold_in(key, INIT)
 
     def one(path, p: Param):
@@ -191,13 +199,12 @@ def init(config: ModelConfig, key: jax.Array) -> Tree:
 
 
 def for_compute(params: Tree, dtype: Any) -> Tree:
-    """Parameters, or any part of their tree, as they enter a computation in `dtype`: matrices as
-    `dtype`, norm scales and biases as they are (float32).
+    """Cast parameters, or any part of their tree, for a computation in `dtype`.
 
-    The small leaves cost nothing in float32. In bf16 a scale of 1.003 would be 1, and a bias's
-    gradient, a sum over all tokens, would be accumulated or rounded in bf16.
-    A `Spread` one is cast when it is gathered. What is in `dtype` already is not copied, as numpy
-    would.
+    Matrices become `dtype`. Norm scales and biases stay float32, where they cost nothing: in bf16 a
+    scale of 1.003 would be 1, and a bias's gradient, a sum over all tokens, would be accumulated or
+    rounded. A `Spread` leaf is cast when it is gathered. A leaf that has `dtype` already is not
+    copied, as numpy would.
     """
     names, dtype = {"scale", "bias"}, jnp.dtype(dtype)
 
@@ -211,15 +218,16 @@ def for_compute(params: Tree, dtype: Any) -> Tree:
 
 
 def shapes(config: ModelConfig) -> Tree:
-    """The parameters as float32 `jax.ShapeDtypeStruct`s."""
+    """Return the parameters as float32 `jax.ShapeDtypeStruct`s."""
     return map_params(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32), abstract(config))
 
 
 def decays(config: ModelConfig) -> Tree:
-    """True where weight decay applies: matrices and embeddings, not norms, biases or positions."""
+    """Return which leaves weight decay applies to: matrices and embeddings, not norms, biases or
+    positions."""
     return map_params(lambda p: p.decay, abstract(config))
 
 
 def count(config: ModelConfig) -> int:
-    """Number of parameters."""
+    """Return the number of parameters."""
     return sum(math.prod(a.shape) for a in jax.tree.leaves(shapes(config)))

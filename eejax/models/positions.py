@@ -11,10 +11,10 @@ from eejax.models.config import RotaryConfig
 
 
 def rotary_frequencies(rotary: RotaryConfig, dims: int) -> tuple[jax.Array, float]:
-    """Inverse wavelengths [dims/2] in radians per position, and the factor on cos and sin.
+    """Return inverse wavelengths [dims/2] in radians per position, and the factor on cos and sin.
 
-    Source: Su et al. 2021; scalings as in Llama 3.1, NTK-aware and YaRN (Peng et al. 2023,
-    eq. 17-23) interpolation.
+    Source: Su et al. 2021; scalings as in Llama 3.1, NTK-aware and YaRN (Peng et al. 2023, eq.
+    17-23) interpolation.
     """
     exponent = jnp.arange(0, dims, 2, dtype=jnp.float32) / dims
     theta, factor = rotary.theta, rotary.factor
@@ -24,13 +24,13 @@ def rotary_frequencies(rotary: RotaryConfig, dims: int) -> tuple[jax.Array, floa
     if rotary.scaling == "linear":
         return inv / factor, 1.0
     if rotary.scaling == "llama3":
-        assert rotary.original_context is not None  # `RotaryConfig` asks for it
+        assert rotary.original_context is not None  # `RotaryConfig` requires it
         turns = rotary.original_context * inv / (2 * math.pi)
         smooth = (turns - rotary.low_frequency) / (rotary.high_frequency - rotary.low_frequency)
         smooth = jnp.clip(smooth, 0.0, 1.0)
         return inv * (smooth + (1 - smooth) / factor), 1.0
     if rotary.scaling == "yarn":
-        # Dimension index at which a wavelength makes `turns` turns over the original context.
+        # Index of the dimension that makes `turns` turns over the original context.
         def index(turns):
             return (
                 dims
@@ -49,14 +49,14 @@ def rotary_frequencies(rotary: RotaryConfig, dims: int) -> tuple[jax.Array, floa
 def rotary_tables(
     rotary: RotaryConfig, dims: int, positions: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [b, t, dims/2] float32 at integer `positions` [b, t]."""
+    """Return cos and sin, each [b, t, dims/2] float32, at integer `positions` [b, t]."""
     inv, factor = rotary_frequencies(rotary, dims)
     angle = positions.astype(jnp.float32)[..., None] * inv.reshape((1,) * positions.ndim + (-1,))
     return jnp.cos(angle) * factor, jnp.sin(angle) * factor
 
 
 def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array], interleaved: bool) -> jax.Array:
-    """Rotates the first dimensions of x [b, t, n, h] by cos, sin [b, t, r/2]."""
+    """Rotate the first dimensions of x [b, t, n, h] by cos and sin [b, t, r/2]."""
     cos, sin = (a[:, :, None, :] for a in rope)
     r = 2 * cos.shape[-1]
     y, rest = x[..., :r].astype(jnp.float32), x[..., r:]
@@ -71,7 +71,8 @@ def rotate(x: jax.Array, rope: tuple[jax.Array, jax.Array], interleaved: bool) -
 
 
 def alibi_slopes(n_heads: int) -> list[float]:
-    """Slope of each head (Press et al. 2022), also for head counts that are no power of two."""
+    """Return the slope of each head (Press et al. 2022), also if the number is not a power of
+    two."""
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(n_heads - power)]

@@ -15,7 +15,8 @@ from eejax.models.config import ModelConfig
 
 
 def enter(x: jax.Array, axes: Axes) -> jax.Array:
-    """All positions [b, t, d] of a residual stream, for products with column-parallel weights."""
+    """Return all positions [b, t, d] of a residual stream, for products with column-parallel
+    weights."""
     return lax.all_gather(x, axes.sequence, axis=1, tiled=True) if axes.sequence else x
 
 
@@ -27,7 +28,7 @@ def leave(y: jax.Array, axes: Axes) -> jax.Array:
 
 
 def own_positions(a: jax.Array, axes: Axes) -> jax.Array:
-    """The part of a [b or 1, t, ...] that belongs to this shard of the residual stream."""
+    """Return the part of a [b or 1, t, ...] that belongs to this shard of the residual stream."""
     if not axes.sequence:
         return a
     t = a.shape[1] // lax.axis_size(axes.sequence)
@@ -35,11 +36,11 @@ def own_positions(a: jax.Array, axes: Axes) -> jax.Array:
 
 
 def own_kv_head(p: Tree, config: ModelConfig, axes: Axes) -> Tree:
-    """Attention's parameters with the one KV head that this shard's query heads read, where there
-    are more shards than KV heads.
+    """Return attention's parameters with the one KV head that this shard's query heads read.
 
-    Keys' and values' parameters are then whole on every shard (`sharding.rules`), and several
-    shards compute the same head: a mean over shards is still the mean over heads (`qk_norm` full).
+    It applies where there are more shards than KV heads: the parameters of keys and values are then
+    whole on every shard (`sharding.rules`), and several shards compute the same head. A mean over
+    shards is still the mean over heads (`qk_norm` full).
     """
     shards = lax.axis_size(axes.model) if axes.model else 1
     if shards <= config.n_kv_heads:

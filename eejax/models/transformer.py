@@ -28,9 +28,9 @@ def embed(
     positions: jax.Array,
     axes: Axes = LOCAL,
 ) -> jax.Array:
-    """tokens [b, t] at positions [b or 1, t] -> x [b, t, d] in the dtype of computation.
+    """Embed tokens [b, t] at positions [b or 1, t] as x [b, t, d], in the dtype of computation.
 
-    With a sequence axis x is [b, t/shards, d], the shard's own positions.
+    With a sequence axis x is [b, t/shards, d], this shard's positions.
     """
     p = gathered(params["embed"])
     table = p["tokens"]
@@ -46,7 +46,7 @@ def embed(
     if config.embedding_scale != 1.0:
         x = x * jnp.asarray(config.embedding_scale, x.dtype)
     if config.position == "learned":
-        # In float32, as the gradient of a position is a sum over the batch.
+        # In float32, because the gradient of a position is a sum over the batch.
         rows = p["positions"][shards.own_positions(positions, axes)]
         rows = rows.astype(jnp.float32)
         x = (x.astype(jnp.float32) + rows).astype(x.dtype)
@@ -70,22 +70,33 @@ def run_layers(
     remat: str = "none",
     layer_dropout: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """x [b, t, d] through stacked layers [l, ...] as one scan: (x, states written on the way).
+    """Run x [b, t, d] through stacked layers [l, ...] as one scan.
 
     With a sequence axis x and the states are this shard's positions, as in `layers.layer`.
-    `index` [l] are the layers' numbers in the model, traced or not. With `slots` [l], each layer
-    writes its output into that slot of an array [n_slots, b, t, d]: layers that share a slot
-    overwrite each other, so a slot ends up with the state at the boundary above the last of them.
-    `active` [l]: False where a layer only fills up the stack and is passed by; with remat "none" it
-    is run, for nothing. `load` makes a layer's parameters of one layer of the stack, where it is
-    used.
+    Attention's scores are recomputed under every `remat`.
 
-    `remat`: "none" keeps what autodiff wants, "dots" the products with weights only, "full"
-    nothing but each layer's input. Attention's scores are recomputed under each. Parameters that
-    are `Spread` are gathered again for the backward pass, but with "none", which keeps them whole.
-    `layer_dropout` as in `exit_states`.
+    Args:
+      stack: parameters, [l, ...] each.
+      x: [b, t, d].
+      config: the model's.
+      context: the pass's shared inputs.
+      index: [l] numbers of the layers in the model, traced or not.
+      slots: [l] slot that each layer writes its output into. Layers that share a slot overwrite
+        each other, so a slot ends up with the state at the boundary above the last of them.
+      n_slots: number of slots.
+      active: [l] False where a layer only pads the stack and is passed by; with remat "none" it
+        runs for nothing.
+      load: makes a layer's parameters from one layer of the stack, where it is used.
+      axes: mesh axes.
+      remat: "none" keeps what autodiff wants, "dots" only the products with weights, "full" only
+        each layer's input. `Spread` parameters are gathered again for the backward pass, except
+        with "none", which keeps them whole.
+      layer_dropout: as in `exit_states`.
+
+    Returns:
+      x, and the states [n_slots, b, t, d], None without slots.
     """
-    # Where layers differ, what they differ in is among the scanned inputs.
+    # Properties in which layers differ are scanned inputs.
     windows = config.sliding_window
     per_layer = everywhere = ropes = None
 
@@ -115,7 +126,7 @@ def run_layers(
         layer = maybe_left_out
 
     def unless_filling(x, s):
-        # A branch's residuals are its own: without a checkpoint around it, its weights too.
+        # A branch keeps its own residuals, without a checkpoint around it also its weights.
         if remat == "none":
             return jnp.where(s["active"], layer(x, s), x)
         return lax.cond(s["active"], layer, lambda x, s: x, x, s)
@@ -154,11 +165,11 @@ def run_to_boundaries(
     remat: str = "none",
     layer_dropout: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
-    """x [b, t, d] after each of the given numbers of layers, in any order, by a single scan.
+    """Return x [b, t, d] after each of `boundaries` numbers of layers, in any order, by one scan.
 
     A scan per segment would copy every segment's weights out of the stack and pad its gradients
-    back into it. Here each layer writes its output into the slot of the next boundary, where the
-    last layer before the boundary has the last word.
+    back into it. Here each layer writes its output into the slot of the next boundary, and the last
+    layer before the boundary writes last.
     """
     ends = sorted({n for n in boundaries if n > 0})
     at = {0: x}
@@ -184,7 +195,7 @@ def run_to_boundaries(
 
 
 def rematerialised(f, remat: str):
-    """`f` under the activation policy `remat` ("none", "dots", "full")."""
+    """Return `f` under the activation policy `remat` ("none", "dots", "full")."""
     require_one_of("remat", remat, REMAT)
     if remat == "none":
         return f
@@ -217,9 +228,9 @@ def exit_states(
       dropout_keys: [b] one key per sample; None for no dropout.
       which: numbers of the exits to compute, in order; layers above the deepest are not run.
       layer_dropout: [l] float32, probability of skipping each layer, drawn for each sample from its
-        dropout key; no layer is skipped without keys.
-      tap: applied to the state at each exit's boundary, where the exit reads it: [b, t, d], or with
-        a sequence axis [b, t/shards, d].
+        dropout key; without keys no layer is skipped.
+      tap: applied to the state that each exit reads at its boundary: [b, t, d], or with a sequence
+        axis [b, t/shards, d].
     """
     which = range(config.n_exits + 1) if which is None else which
     t = tokens.shape[1]
@@ -229,7 +240,7 @@ def exit_states(
         f"length {t}",
         f"must fit the context length {config.context_length}",
     )
-    # The embedding is cast after its look-up: the gradient of a table cast before would add up a
+    # The embedding is cast after its look-up. The gradient of a table cast before would add up a
     # frequent token's contributions in bf16, where the sum stops growing.
     params = for_compute(params, config.dtype) | {"embed": params["embed"]}
     if positions is None:

@@ -1,9 +1,9 @@
 """EE-LLM's own schedule, for comparison: 1F1B without common steps (section 3.1.3, Figure 3).
 
 Stage i (from 0) begins with P - i forward passes, alternates, and ends with P - i backward passes;
-an operation begins when what it reads is there and its stage is free. No more than P - i
-microbatches are under way on a stage. This is simulated and never run: a stage that waits for
-single messages has no counterpart in a program that is the same on every device.
+an operation begins when its inputs are there and its stage is free. At most P - i microbatches are
+in flight on a stage. This is simulated and never run: a stage that waits for single messages has no
+counterpart in a program that is the same on every device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EXIT_FORWARD, EXIT_BACKWARD = "exit forward", "exit backward"
 class _Part(NamedTuple):
     kind: str
     microbatch: int
-    backward: bool  # in the pass backward, where deferred exits have their forward pass too
+    backward: bool  # part of the backward pass, to which forward passes of deferred exits belong
 
 
 def async_1f1b(
@@ -36,21 +36,21 @@ def async_1f1b(
 ) -> Timeline:
     """Simulate EE-LLM's schedule, by default with both optimizations of its Table 1.
 
-    A stage hands on what it has computed when its whole pass is over, exits included.
+    A stage sends its results when its whole pass is over, exits included.
 
     Args:
       costs: time of the parts of each stage.
-      microbatches: M, of one iteration.
-      deferred: an exit's forward pass comes with its backward pass, not with the stage's forward
-        pass (optimization 1, Appendix A.2).
-      exits_at_end: exits between two stages lie at the end of the earlier one instead of the
-        beginning of the later one (without optimization 2).
-      exits_in_bubbles: in the cool-down, deferred exits run their forward pass while the stage
-        waits for the gradient (Remark A.2). It costs no time where it is no longer than the
+      microbatches: M, the number in one iteration.
+      deferred: whether an exit's forward pass comes with its backward pass, not with the stage's
+        forward pass (optimization 1, Appendix A.2).
+      exits_at_end: whether exits between two stages lie at the end of the earlier one instead of
+        the beginning of the later one (without optimization 2).
+      exits_in_bubbles: whether deferred exits run their forward pass in the cool-down while the
+        stage waits for the gradient (Remark A.2). It costs no time if it is no longer than the
         stage's forward pass.
 
     Returns:
-      When each operation runs.
+      Begin and end of each operation.
     """
     require(microbatches >= 1, "microbatches", microbatches, "must be at least 1")
     p = costs.stages
@@ -103,24 +103,27 @@ def async_1f1b(
 
 
 def at_end(entry: Sequence, nothing) -> list:
-    """Exits at the beginnings of stages [stages], moved to the ends of the stages before: those on
-    the embedding have none before them and stay. Anything with `plus`."""
+    """Move exits at the beginnings of stages [stages] to the ends of the stages before.
+
+    Exits on the embedding have no stage before them and stay. Entries are anything with `plus`.
+    """
     moved = [entry[0].plus(entry[1]) if len(entry) > 1 else entry[0], *entry[2:]]
     return moved + [nothing] * (len(entry) - len(moved))
 
 
-def most_kept(timeline: Timeline, since: str, until: str) -> np.ndarray:
-    """[stages]: the most microbatches that have begun `since` and not ended `until` at a time.
+def max_kept(timeline: Timeline, since: str, until: str) -> np.ndarray:
+    """Return [stages], the maximum number of microbatches between the ops `since` and `until`.
 
-    FORWARD and BACKWARD: with residuals of the layers; EXIT_FORWARD and EXIT_BACKWARD: with those
-    of exits. 0 where a stage does neither.
+    A microbatch counts from the beginning of `since` to the end of `until`. FORWARD and BACKWARD
+    count those with residuals of the layers, EXIT_FORWARD and EXIT_BACKWARD those with residuals of
+    exits. The number is 0 for a stage that runs neither.
     """
     out = np.zeros(timeline.stages, int)
     for i in range(timeline.stages):
         changes = [(op.begin, 1) for op in timeline.ops if (op.stage, op.kind) == (i, since)]
         changes += [(op.end, -1) for op in timeline.ops if (op.stage, op.kind) == (i, until)]
         now = 0
-        for _, change in sorted(changes):  # what is freed at a time makes room for what begins
+        for _, change in sorted(changes):  # an end comes before a beginning at the same time
             now += change
             out[i] = max(out[i], now)
     return out

@@ -1,4 +1,4 @@
-"""The settings of pipeline parallelism."""
+"""Settings of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILLS: tuple[Fill, ...] = get_args(Fill)
 
 @dataclasses.dataclass(frozen=True)
 class PipelineConfig:
-    """Training over `mesh.pipe` stages; without effect where that is 1.
+    """Settings of training over `mesh.pipe` stages; without effect with one stage.
 
     Attributes:
       schedule: "1f1b" or "gpipe".
@@ -24,12 +24,12 @@ class PipelineConfig:
         "mixed" takes no time and no memory in most models, "aligned" no time, "deferred" no memory.
         Exits that are distilled are always deferred.
       layers: layers of each stage: "even", "balanced" by work, exits included, or a number for each
-        stage. With train.remat "none" every stage takes the time of the one with most layers.
+        stage. With train.remat "none" every stage takes as long as the one with the most layers.
       placement: whether an exit between two stages is computed at the beginning of the "later" or
         the end of the "earlier" one.
       fill: computes some of a step's microbatches in the bubbles of the others, with a part of the
         exits ("part1"), of the backward pass ("part2"), or "both" (EE-LLM, Appendix C.2). The
-        gradient stays unbiased, and "mixed" exits are deferred where more microbatches fit so.
+        gradient stays unbiased. "mixed" exits are deferred if more microbatches fit that way.
       backward_cost: time of a layer's backward pass over that of its forward pass, from which the
         number of microbatches that fit is computed.
     """
@@ -52,12 +52,14 @@ class PipelineConfig:
         )
 
     def distilling(self) -> PipelineConfig:
-        """The same for exits that learn from the final one: what that reads comes down to them with
-        the gradient, so they are deferred.
+        """Return the settings for exits that learn from the final one, which are deferred.
 
-        Raises `ConfigError` where that is not possible.
+        Such exits wait for the final exit's input, which comes down to them with the gradient.
+
+        Raises:
+          ConfigError: if the settings do not allow that.
         """
-        why = "with loss.distillation: a stage knows what the final exit reads only "
+        why = "with loss.distillation: a stage gets the final exit's input only "
         require(
             self.exits != "aligned",
             "pipeline.exits",

@@ -4,7 +4,7 @@ Appendix A.3 of the paper writes f_o and b_o for the time of a forward and of a 
 microbatch, m_o for the memory of parameters and m_o^+ for that of activations, where o is IN (the
 input embedding), BB (a stage's layers), EE (an early exit) or FE (the final exit). `StageCosts`
 holds the times and `Sizes` the memory of each stage, so that exits may differ. Tests compare both
-formulas with the paper's as it writes them, and with the simulators.
+formulas with those of the paper, and with the simulators.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def iteration_time(costs: StageCosts, microbatches: int, *, exits_at_end: bool =
     """Bound the time of `async_1f1b` by sum_i T_i + (M - 1) max_i T_i, T_i being a stage's work.
 
     EE-LLM's bound (Appendix A.3.1, step 3) is sum_{i < P} T_i + M max_i T_i, which is larger by
-    max_i T_i - T_P. Where the last stage is the slowest both are the exact time, in which an early
+    max_i T_i - T_P. If the last stage is the slowest, both are the exact time, to which an early
     exit adds its own f_EE + b_EE once, whatever M is. Deferring exits changes nothing
     (Remark A.2), unless their forward passes fill bubbles.
     """
@@ -48,8 +48,12 @@ def iteration_time(costs: StageCosts, microbatches: int, *, exits_at_end: bool =
 
 
 class Size(NamedTuple):
-    """Bytes. state: of parameters with whatever belongs to them; kept: of one microbatch, between
-    its forward and its backward pass."""
+    """Memory in bytes.
+
+    Attributes:
+      state: of parameters with their gradients and moments.
+      kept: of one microbatch, between its forward and its backward pass.
+    """
 
     state: float = 0.0
     kept: float = 0.0
@@ -63,7 +67,7 @@ NOTHING = Size()
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """`Size` of the parts of each stage, as `StageCosts` has their time.
+    """The `Size` of each stage's parts, in the form of `StageCosts`.
 
     The embedding belongs to the layers of stage 0.
     """
@@ -77,11 +81,11 @@ class Sizes:
 def peak_memory(
     sizes: Sizes, microbatches: int, *, deferred: bool = True, exits_at_end: bool = False
 ) -> np.ndarray:
-    """Bytes [stages] at the peak of `async_1f1b` (EE-LLM, Eq. 4 to 6).
+    """Return the bytes [stages] at the peak of `async_1f1b` (EE-LLM, Eq. 4 to 6).
 
-    Stage i (from 0) keeps what the layers of P - i microbatches need, fewer where there are fewer
-    microbatches; and what the exits of as many need, of one alone where they are deferred. `state`
-    is the paper's alpha m_o, and `kept` its m_o^+.
+    Stage i (from 0) keeps the activations of the layers for P - i microbatches, fewer if there are
+    fewer microbatches, and those of the exits for as many, or for one alone if exits are deferred.
+    `state` is the paper's alpha m_o, and `kept` its m_o^+.
     """
     p = len(sizes.layers)
     entry = at_end(sizes.entry, NOTHING) if exits_at_end else sizes.entry
@@ -95,8 +99,13 @@ def peak_memory(
 
 
 class Places(NamedTuple):
-    """Which exits (numbers in `config.exits`) lie where: [stages] of tuples, and those after the
-    last layer, beside the final exit."""
+    """Numbers of the exits (in `config.exits`) by place.
+
+    Attributes:
+      entry: [stages] of tuples, exits at the beginning of each stage.
+      inner: [stages] of tuples, exits inside each stage.
+      final: exits after the last layer, beside the final exit.
+    """
 
     entry: tuple[tuple[int, ...], ...]
     inner: tuple[tuple[int, ...], ...]
@@ -104,9 +113,10 @@ class Places(NamedTuple):
 
 
 def exit_places(config: ModelConfig, layers: Sequence[int], placement: str = "later") -> Places:
-    """`Places` of a model whose stages have so many layers, as `Partition` says.
+    """Return the `Places` of a model whose stages have `layers` layers, as `Partition` says.
 
-    Raises `ConfigError` where a stage has no layer or the numbers do not add up.
+    Raises:
+      ConfigError: if a stage has no layer or the numbers do not add up.
     """
     cut = Partition(config, tuple(layers), placement)
 
@@ -126,11 +136,11 @@ def model_costs(
     length: int,
     placement: str = "later",
 ) -> StageCosts:
-    """`StageCosts` of a microbatch of `rows` sequences, in floating-point operations.
+    """Return the `StageCosts` of a microbatch of `rows` sequences, in floating-point operations.
 
-    As counted by PaLM (Chowdhery et al. 2022, Appendix B): 2 for each weight a token is multiplied
-    with and 4 n h for each position a query sees, twice as many backward; the look-up is free. A
-    stand-in for measured times, for devices that are as fast at one part as at another.
+    They are counted as by PaLM (Chowdhery et al. 2022, Appendix B): 2 for each weight that a token
+    is multiplied with and 4 n h for each position that a query sees, twice as many backward; the
+    look-up is free. They stand in for measured times on devices that are equally fast at all parts.
     """
     tokens = rows * length
 
@@ -148,7 +158,7 @@ def model_costs(
 
     def exit(e: int) -> PassTime:
         own = params.exit_(config, config.exits[e])
-        own.pop("head", None)  # a tied or shared head is as much work as one's own
+        own.pop("head", None)  # counted below: a tied or shared head is as much work as an own one
         return work(matrices(own) + head, [config.exit_window(e)] * config.exits[e].block)
 
     one, first, stages = matrices(params.layer(config)), 0, []
@@ -169,7 +179,8 @@ def model_costs(
 
 
 def _mean_seen(length: int, window: int | None) -> float:
-    """Mean over queries 0..length-1 of the positions each sees, itself included."""
+    """Return the mean over queries 0..length-1 of the positions that each sees, including its
+    own."""
     w = length if window is None else min(window, length)
     return (w * (w + 1) / 2 + (length - w) * w) / length
 
@@ -182,9 +193,10 @@ def model_sizes(
     exit_kept: float = 0.0,
     state_bytes: float = STATE_BYTES,
 ) -> Sizes:
-    """`Sizes` of a model, from bytes that one layer and one exit keep of a microbatch.
+    """Return the `Sizes` of a model, from the bytes that one layer and one exit keep of a
+    microbatch.
 
-    A table that several exits of a stage read is there once, on each stage that reads it.
+    A table that several exits of a stage read counts once on each stage that reads it.
     """
 
     def count(tree):
@@ -192,7 +204,7 @@ def model_sizes(
 
     declared = params.abstract(config)
     table = config.padded_vocab * config.d_model
-    there: set[tuple[int, str]] = {(0, "tied")}  # (stage, name) of tables that are counted
+    there: set[tuple[int, str]] = {(0, "tied")}  # (stage, name) of tables that were counted
 
     def size(stage: int, tree, head: str, name: str) -> Size:
         own = {k: v for k, v in tree.items() if k != "head"}
@@ -221,9 +233,10 @@ def model_sizes(
 
 
 def layer_kept(config: ModelConfig, rows: int, length: int, remat: str) -> int:
-    """Bytes that the backward pass of one layer needs of a microbatch, beside its parameters and
-    what all layers share. Not a formula for each architecture: `jax.vjp` on shapes. With "full" it
-    is the layer's input.
+    """Return the bytes that the backward pass of one layer needs of a microbatch.
+
+    Parameters and what all layers share are not counted. The number comes from `jax.vjp` on shapes,
+    not from a formula for each architecture. With "full" it is the size of the layer's input.
     """
     x = jax.ShapeDtypeStruct((rows, length, config.d_model), config.dtype)
 
@@ -246,7 +259,13 @@ def layer_kept(config: ModelConfig, rows: int, length: int, remat: str) -> int:
 
 
 class Peak(NamedTuple):
-    """Bytes [stages] at the peak of an iteration. in_flight: the most microbatches under way."""
+    """Bytes at the peak of an iteration.
+
+    Attributes:
+      state: [stages], of parameters, gradients and moments.
+      activations: [stages].
+      in_flight: [stages], maximum number of microbatches in flight.
+    """
 
     state: np.ndarray
     activations: np.ndarray
@@ -267,11 +286,20 @@ def memory_vs_1f1b(
     remat: str = "dots",
     exits: str = "mixed",
 ) -> tuple[Peak, Peak]:
-    """(lockstep, asynchronous): memory of `one_f_one_b` and of EE-LLM's 1F1B for the same model.
+    """Return the peak memory of `one_f_one_b` and of EE-LLM's 1F1B for the same model.
 
-    remat: the activation policy, under "full" of which stages keep nothing but what enters them.
-    A microbatch has `rows` sequences of `length` tokens. The lockstep program is the same on every
-    stage, so all have rings of the largest stage's size; exits' logits come in chunks in either.
+    The lockstep program is the same on every stage, so all stages have rings of the largest stage's
+    size. Logits of exits come in chunks in both.
+
+    Args:
+      config: the model's.
+      layers: layers of each stage.
+      microbatches: microbatches of a step, each of `rows` sequences of `length` tokens.
+      remat: the activation policy; with "full" stages keep only their inputs.
+      exits: see `PipelineConfig`.
+
+    Returns:
+      (lockstep, asynchronous).
     """
     p = len(layers)
     places = exit_places(config, layers)

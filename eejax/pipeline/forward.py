@@ -1,4 +1,4 @@
-"""Pipelined passes without a backward pass through layers: evaluation, and tuning of exits."""
+"""Pipelined passes without a backward pass through layers, for evaluation and for tuning exits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from eejax.pipeline.stage import Arrays, Pipeline, PipelineStage, Totals, sum_ov
 def evaluation(
     pipeline: Pipeline, microbatches: int
 ) -> Callable[[Tree, Arrays], ExitSums[jax.Array]]:
-    """`(params, batch) -> ExitSums` of all that the layout holds, trained and frozen."""
+    """Return `(params, batch) -> ExitSums` over all that the layout holds, trained and frozen."""
 
     specs = join(*reversed(pipeline.specs))
     plain = dataclasses.replace(pipeline, objective=CROSS_ENTROPY, sparse=False, sample_keys=None)
@@ -41,7 +41,7 @@ def evaluation(
 
 
 def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., BatchSums[jax.Array]]:
-    """Return gradients as `runner.gradients` where only exits are trained: nothing goes backward.
+    """Return a function like `runner.gradients` for training exits only, without a backward pass.
 
     `squares` are those of the gradient in each exit's own parameters.
     """
@@ -71,11 +71,11 @@ def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Batch
 
 
 def _run(stage: PipelineStage, microbatches: int, weights: jax.Array, refs: Tree | None) -> Totals:
-    """Stage i takes microbatch m at step m + i, its exits with it."""
+    """Run the passes of this stage; stage i takes microbatch m at step m + i, with its exits."""
     p = stage.partition
     branches, items = stage.exit_branches(weights, refs), stage.items(INPUT, INSIDE, OUTPUT)
-    # Nothing is differentiated in layers, so nothing is made again: this only lets a stage with
-    # fewer layers than others pass by the rows that it lacks.
+    # Layers are not differentiated, so "full" recomputes nothing. It only lets a stage with fewer
+    # layers than others skip the rows that it lacks.
     trunk = stage.trunk("full")
 
     def work(m, x, totals):

@@ -2,16 +2,17 @@
 
 Every device runs the same program, so all stages have leaves of the same shapes:
 
-    layers    [P * most, ...]   stage i's layers are rows i * most onward; the rest are zeros
-    tables    [P * T, v, d]     vocabulary tables, T the most that any stage needs: on the first
-                                stage the input embedding, elsewhere the heads of its exits
-    exits     [P * K, ...]      an exit's own norm, mlp, block and bias; K, by kind, the most that
-                                a stage has
+    layers    [P * L, ...]      stage i's layers are rows i * L onward, padded with zeros; L is the
+                                maximum number of layers of a stage
+    tables    [P * T, v, d]     vocabulary tables: on the first stage the input embedding, elsewhere
+                                the heads of its exits; T is the maximum number of a stage
+    exits     [P * K, ...]      an exit's own norm, mlp, block and bias; K, by kind, is the maximum
+                                number of a stage
     embed     as in the model   positions and norm, on every stage
 
 All but the last are sharded over the mesh axis `pipe`. A head that is tied or shared is in `tables`
-of every stage that uses it; its gradients are added up once a step (EE-LLM, section 3.1.2). Where
-all stages have equally many layers, `layers` is the model's own stack.
+of every stage that uses it; its gradients are added up once a step (EE-LLM, section 3.1.2). If all
+stages have equally many layers, `layers` is the model's own stack.
 """
 
 from __future__ import annotations
@@ -44,10 +45,12 @@ def table_name(config: ModelConfig, e: int) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class StageLayout:
-    """Parameters of a `Partition`.
+    """Places of a model's parameters on the stages of a `Partition`.
 
-    tuned: only the exits of the partition are trained (`train.scope.Scope`). All else that their
-    losses read is then a tree of its own, the frozen parameters.
+    Attributes:
+      partition: layers and exits of the stages.
+      tuned: whether only the exits of the partition are trained (`train.scope.Scope`). All other
+        parameters that their losses read are then a tree of its own, the frozen parameters.
     """
 
     partition: Partition
@@ -59,10 +62,10 @@ class StageLayout:
 
     @functools.cached_property
     def slots(self) -> dict[str, dict[str, tuple[int, ...]]]:
-        """group -> table -> its slot on each stage, or ABSENT.
+        """Slot of each table on each stage, or ABSENT: group -> table -> slots.
 
-        One group, "tables". While exits are tuned their own heads are a group "heads", as they are
-        trained and the rest is not.
+        There is one group, "tables". While exits are tuned, their own heads are a group "heads",
+        because they are trained and the rest is not.
         """
         p, groups = self.partition, {}
         for stage in range(p.stages):
@@ -81,13 +84,13 @@ class StageLayout:
         return {TABLES: [n for n in names if n not in own], HEADS: own}
 
     def find(self, name: str, stage: int) -> tuple[str, int]:
-        """(group, slot) of a table on a stage."""
+        """Return (group, slot) of a table on a stage."""
         group = next(g for g, tables in self.slots.items() if name in tables)
         return group, self.slots[group][name][stage]
 
     @functools.cached_property
     def parts(self) -> dict[str, dict[int, int]]:
-        """kind of an exit's own parameters ("norm", "mlp", ...) -> exit -> its slot there."""
+        """Slots of the exits' own parameters: kind ("norm", "mlp", ...) -> exit -> slot."""
         kinds: dict[str, dict[int, int]] = {}
         for stage in range(self.partition.stages):
             used: dict[str, int] = {}
@@ -103,22 +106,22 @@ class StageLayout:
 
     @functools.cached_property
     def layer_rows(self) -> np.ndarray:
-        """[P * most] the layer of each row of the stack, or ABSENT."""
+        """Number of the layer in each row of the stack, [P * L], or ABSENT."""
         p = self.partition
-        rows = np.full((p.stages, p.most), ABSENT)
+        rows = np.full((p.stages, p.max_layers), ABSENT)
         for i, (start, n) in enumerate(zip(p.starts, p.layers, strict=True)):
             rows[i, :n] = start + np.arange(n)
         return rows.reshape(-1)
 
     def to_stages(self, tree: Tree) -> Tree:
-        """A model's parameters, or anything of their tree, as they lie on the stages.
+        """Arrange a model's parameters, or anything of their tree, by stages.
 
         Leaves are arrays; a part of the tree (trained or frozen parameters only) gives that part.
         """
         return self._to_stages(tree, _stack_arrays, self._pad_arrays)
 
     def declarations(self) -> tuple[Tree, Tree]:
-        """(trained, frozen) parameters as `models.params.abstract` declares a model's."""
+        """Return (trained, frozen) parameters as `models.params.abstract` declares a model's."""
         whole = self._held(params.abstract(self.config))
         if not self.tuned:
             return self._to_stages(whole, _stack_params, self._pad_params), {}
@@ -126,7 +129,7 @@ class StageLayout:
         return tuple(self._to_stages(t, _stack_params, self._pad_params) for t in (trained, frozen))
 
     def _held(self, tree: Tree) -> Tree:
-        """The part of a whole model's tree that is read."""
+        """Return the part of a whole model's tree that the stages read."""
         if not self.tuned:
             return tree
         names = {self.config.exits[e].name for e in self.partition.which}
@@ -185,7 +188,7 @@ class StageLayout:
         return out
 
     def from_stages(self, tree: Tree) -> Tree:
-        """The inverse of `to_stages`; of copies of a table, the first."""
+        """Invert `to_stages`; of copies of a table, the first is taken."""
         p, out = self.partition, {}
         if "layers" in tree:
             rows = np.flatnonzero(self.layer_rows != ABSENT)
@@ -231,7 +234,8 @@ class StageLayout:
         return 1 + max(max(slots) for slots in self.slots[group].values())
 
     def copies(self, group: str) -> np.ndarray:
-        """[P * T] 1.0 for a table's first copy, 0.0 for further ones and empty slots."""
+        """Return [P * T] factors, 1.0 for a table's first copy, 0.0 for other copies and empty
+        slots."""
         n = self._n_tables(group)
         first = np.zeros(self.partition.stages * n, np.float32)
         for slots in self.slots[group].values():
@@ -240,7 +244,8 @@ class StageLayout:
         return first
 
     def squared_norm(self, tree: Tree) -> jax.Array:
-        """Sum of squares of parameters or gradients on stages, every copy of a table once."""
+        """Return the sum of squares of parameters or gradients on stages, with each table
+        counted once."""
         total = jnp.zeros((), jnp.float32)
         for name, part in tree.items():
             for a in jax.tree.leaves(part):
@@ -252,7 +257,7 @@ class StageLayout:
         return total
 
     def squares_by_exit(self, grads: Tree) -> jax.Array:
-        """[e] sums of squares of the gradients in the own parameters of tuned exits."""
+        """Return [e], the sums of squares of the gradients in the own parameters of tuned exits."""
         exits_ = self.from_stages(grads)["exits"]
         names = [self.config.exits[e].name for e in self.partition.which]
         leaves = [jax.tree.leaves(exits_[name]) for name in names]
@@ -286,7 +291,7 @@ class StageLayout:
 
 
 def _own(config: ModelConfig, e: int) -> list[str]:
-    """Kinds of exit e's own parameters, its head apart."""
+    """Return the kinds of exit e's own parameters, without its head."""
     declared = params.abstract(config)
     own = exits.exit_params(declared, config, e)
     return [kind for kind in own if kind != "head"]

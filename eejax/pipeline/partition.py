@@ -1,4 +1,4 @@
-"""Which layers and exits belong to which pipeline stage."""
+"""The assignment of layers and exits to pipeline stages."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ INPUT, INSIDE, OUTPUT = "input", "inside", "output"
 
 
 class ExitPlace(NamedTuple):
-    """The place of exit `exit`.
+    """The place of an exit.
 
-    It is computed on what enters its stage, on what leaves the last stage, or INSIDE a stage, above
-    `layers` layers of it.
+    It is computed on the INPUT of its stage, on the OUTPUT of the last stage, or INSIDE a stage,
+    above `layers` layers of it.
     """
 
     exit: int
@@ -32,11 +32,14 @@ class ExitPlace(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Partition:
-    """`layers[i]`: number of layers of stage i, all that are run, in order.
+    """Layers and exits of pipeline stages.
 
-    `which`: the exits with a loss, all of them where it is empty; the layers end at the deepest.
-    `placement` says where an exit between two stages is computed: at the beginning of the "later"
-    (optimization 2 of EE-LLM's Table 1) or the end of the "earlier".
+    Attributes:
+      config: the model's.
+      layers: number of layers of each stage, in order; together all layers that run.
+      placement: where an exit between two stages is computed: at the beginning of the "later"
+        (optimization 2 of EE-LLM's Table 1) or the end of the "earlier".
+      which: numbers of the exits with a loss, all if empty; the layers end at the deepest of them.
     """
 
     config: ModelConfig
@@ -50,12 +53,12 @@ class Partition:
         require_one_of("pipeline.placement", self.placement, PLACEMENTS)
         for n in self.layers:
             ok = isinstance(n, int) and not isinstance(n, bool) and n >= 1
-            require(ok, "pipeline.layers", self.layers, "must give every stage a layer or more")
+            require(ok, "pipeline.layers", self.layers, "must give every stage at least one layer")
         require(
             sum(self.layers) == self.depth,
             "pipeline.layers",
             self.layers,
-            f"must add up to the {self.depth} layers that are run",
+            f"must add up to the {self.depth} layers that run",
         )
 
     @property
@@ -64,7 +67,7 @@ class Partition:
 
     @property
     def depth(self) -> int:
-        """Layers that are run."""
+        """Number of layers that run."""
         return max(self.config.exit_boundaries[e] for e in self.which)
 
     @property
@@ -73,14 +76,14 @@ class Partition:
         return tuple(itertools.accumulate((0, *self.layers[:-1])))
 
     @property
-    def most(self) -> int:
-        """Layers of the largest stage: the rows that every stage's stack has."""
+    def max_layers(self) -> int:
+        """Number of layers of the largest stage, which every stage's stack has as rows."""
         return max(self.layers)
 
     @property
     def even(self) -> bool:
-        """All stages have equally many layers."""
-        return min(self.layers) == self.most
+        """True if all stages have equally many layers."""
+        return min(self.layers) == self.max_layers
 
     @functools.cached_property
     def places(self) -> tuple[ExitPlace, ...]:
@@ -91,7 +94,7 @@ class Partition:
         boundary, last = self.config.exit_boundaries[e], self.stages - 1
         if boundary == self.depth:
             return ExitPlace(e, last, OUTPUT, self.layers[last])
-        # The stage that the layer above the boundary is on.
+        # The stage of the layer above the boundary.
         later = max(i for i, start in enumerate(self.starts) if start <= boundary)
         inside = boundary - self.starts[later]
         if inside:
@@ -101,12 +104,12 @@ class Partition:
         return ExitPlace(e, later, INPUT, 0)
 
     def on(self, stage: int, *at: str) -> tuple[ExitPlace, ...]:
-        """The exits of a stage, in order, or those of them that are `at` such a place."""
+        """Return the exits of a stage in order, or those of them at the places `at`."""
         return tuple(p for p in self.places if p.stage == stage and (not at or p.at in at))
 
     @property
     def input_exit_stages(self) -> tuple[int, ...]:
-        """Stages with exits on what enters them."""
+        """Stages with exits on their input."""
         return tuple(i for i in range(self.stages) if self.on(i, INPUT))
 
 
@@ -117,18 +120,25 @@ def partition(
     placement: str = "later",
     which: tuple[int, ...] | None = None,
 ) -> Partition:
-    """The `Partition` of a model over `stages`.
+    """Assign a model's layers and exits to `stages` stages.
 
-    layers: "even", the first stages one more where they do not divide; "balanced", so that the
-    stage with most work has as little as possible, exits included (`work`); or a number for each
-    stage. Raises `ConfigError` where there are more stages than layers, or numbers do not fit.
+    Args:
+      config: the model's.
+      stages: number of stages.
+      layers: "even", with one more on the first stages if they do not divide; "balanced", so that
+        the stage with the most work has as little as possible, exits included (`work`); or a number
+        for each stage.
+      placement, which: see `Partition`.
+
+    Raises:
+      ConfigError: for more stages than layers, or numbers that do not fit.
     """
     which = tuple(range(config.n_exits + 1)) if which is None else which
     depth = max(config.exit_boundaries[e] for e in which)
     if stages > depth:
         raise ConfigError(
-            f"mesh.pipe = {stages}: must be at most the {depth} layers that are run, as every "
-            "stage needs one. Use fewer stages."
+            f"mesh.pipe = {stages}: must be at most the {depth} layers that run, as every stage "
+            "needs one. Use fewer stages."
         )
     if not isinstance(layers, str):
         require(
@@ -145,9 +155,9 @@ def partition(
 
 
 def work(p: Partition) -> tuple[float, ...]:
-    """Multiplications of a token's forward pass on each stage: layers, exits' parts and heads.
+    """Return the multiplications of a token's forward pass on each stage.
 
-    A stage's exit costs its head's v d, and what it has of an MLP or block.
+    They count layers, and for each exit its MLP, its block and its head's v d.
     """
     c = p.config
     gates = 3 if c.mlp_gated else 2
@@ -164,7 +174,7 @@ def work(p: Partition) -> tuple[float, ...]:
 
 
 def _balanced(even: Partition) -> Partition:
-    """Move single layers from the stage with most work to another one while that helps."""
+    """Move single layers from the stage with the most work to another one while that helps."""
     best, layers = even, even.layers
     while True:
         loads = work(best)

@@ -1,4 +1,4 @@
-"""Build a schedule and its factors from the settings of pipeline parallelism."""
+"""Making of a schedule and its factors from the settings of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Factors(NamedTuple):
     """Factors that keep the gradient of a schedule with inserted microbatches unbiased.
 
     Attributes:
-      main: the number of whole microbatches, which come first; sums over all count as that many.
-      losses: [microbatches, stages] of the losses of a stage's exits.
-      gradients: [stages] of a stage's summed gradients.
-      reports: [stages] of the exits' cross entropies, for their mean.
+      main: number of whole microbatches, which come first; sums over all count as that many.
+      losses: [microbatches, stages] factors of the losses of a stage's exits.
+      gradients: [stages] factors of a stage's summed gradients.
+      reports: [stages] factors of the exits' cross entropies, for their mean.
     """
 
     main: int
@@ -32,7 +32,7 @@ class Factors(NamedTuple):
 
 
 class PipelinePlan(NamedTuple):
-    """A schedule and its factors, None for a schedule of whole microbatches alone."""
+    """A schedule and its factors, which are None if no microbatch was inserted."""
 
     schedule: Schedule
     factors: Factors | None = None
@@ -47,9 +47,9 @@ def plan(
     remat: str,
     objective: LossObjective = CROSS_ENTROPY,
 ) -> PipelinePlan:
-    """Return the `PipelinePlan` of a step of so many microbatches of sequences of `length`.
+    """Return the `PipelinePlan` of a step of `microbatches` with sequences of `length` tokens.
 
-    With `config.fill`, exits that are "mixed" are deferred where that leaves the shorter step.
+    With `config.fill`, exits that are "mixed" are deferred if that makes the step shorter.
     """
     if objective.distillation:
         config = config.distilling()
@@ -63,7 +63,7 @@ def plan(
         return PipelinePlan(make(partition.stages, microbatches, **settings))
     settings |= {part: None if config.fill in (part, "both") else 0 for part in ("part1", "part2")}
     settings["inner_stages"] = [i for i in range(partition.stages) if partition.on(i, INSIDE)]
-    # Mixed exits and inserted microbatches want the same idle time, and neither takes memory.
+    # Mixed exits and inserted microbatches use the same idle time, and neither takes memory.
     policies = ("mixed", "deferred") if config.exits == "mixed" else (config.exits,)
     times = costs(config, partition, length)
     found = [filled_to(times, microbatches, **settings | {"exits": e}) for e in policies]
@@ -72,12 +72,12 @@ def plan(
 
 
 def factors(filled: Filled) -> Factors | None:
-    """The `Factors` of a filled schedule; None where nothing was inserted."""
+    """Return the `Factors` of a filled schedule, None if nothing was inserted."""
     if not filled.inserted:
         return None
     late = np.arange(filled.schedule.microbatches) >= filled.main + filled.part1
     losses = np.where(late[:, None], 1.0, filled.loss_factors[None])
-    # A microbatch has its exits' losses where its backward pass comes to.
+    # Exits have a loss on the stages that a microbatch's backward pass reaches.
     came = filled.main / filled.loss_factors + filled.main / filled.gradient_factors - filled.main
     reports = filled.main / came
     one = np.float32

@@ -1,4 +1,5 @@
-"""Values kept between steps: slots of rings, and what a backward pass needs without parameters."""
+"""Values kept between steps: slots of rings, and residuals of a backward pass without
+parameters."""
 
 from __future__ import annotations
 
@@ -13,12 +14,13 @@ from eejax.common.trees import Tree
 
 
 def split_vjp(fun: Callable, stack: Tree, x: jax.Array, closed: Tree):
-    """`jax.vjp(fun, stack, x)` as (output, residuals, restore).
+    """Return `jax.vjp(fun, stack, x)` as (output, residuals, restore).
 
-    The VJP is a pytree of residuals. What is saved as it came in is the caller's own value, so the
-    parameters, x and `closed` (values fun closes over, such as rotary tables) are known by identity
-    and left out; restore(residuals, stack, x, closed) is the pullback. What fun derives from them
-    is a residual like any other: cast, unstack and flatten weights before.
+    The VJP is a pytree of residuals. A residual that is saved unchanged is the caller's own array,
+    so parameters, x and `closed` (values that fun closes over, such as rotary tables) are
+    recognised by identity and left out; restore(residuals, stack, x, closed) is the pullback.
+    Values that fun derives from them are kept as residuals: cast, unstack and flatten weights
+    beforehand.
     """
     out, pullback = jax.vjp(fun, stack, x)
     leaves, tree = jax.tree.flatten(pullback)
@@ -43,7 +45,7 @@ def split_vjp(fun: Callable, stack: Tree, x: jax.Array, closed: Tree):
 
 
 def ring(n: int, like: Tree) -> Tree:
-    """n blank slots for each leaf, which vary over the mesh as it does."""
+    """Return n blank slots for each leaf, which vary over the mesh as the leaf does."""
     return jax.tree.map(lambda a: jnp.zeros_like(jnp.broadcast_to(a, (n, *a.shape))), like)
 
 
@@ -59,7 +61,7 @@ def get(ring: Tree, slot: jax.Array | int) -> Tree:
 
 
 def when(active: jax.Array, work: Callable, *carried):
-    """work(*carried) if active, else `carried` untouched.
+    """Return work(*carried) if active, else `carried` unchanged.
 
     The pass-through is the first branch: only then XLA carries buffers through without a copy.
     """
@@ -67,13 +69,13 @@ def when(active: jax.Array, work: Callable, *carried):
 
 
 def send(a: jax.Array, n: int, up: bool, links: Sequence[bool] | None = None) -> jax.Array:
-    """Return what arrives from the stage below (`up`) or above, zeros where nothing does.
+    """Return the array that arrives from the stage below (`up`) or above, zeros if none does.
 
     Args:
-      a: what this stage sends.
+      a: the array that this stage sends.
       n: number of stages.
       up: whether to send to the stage above.
-      links: [n - 1], whether stages i and i + 1 exchange values; None where all do.
+      links: [n - 1], whether stages i and i + 1 exchange values; None if all do.
     """
     linked = [i for i in range(n - 1) if links is None or links[i]]
     pairs = [(i, i + 1) if up else (i + 1, i) for i in linked]

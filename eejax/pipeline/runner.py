@@ -1,18 +1,19 @@
 """The executor: a schedule's table as one scan in one fully manual `shard_map`.
 
-In each step of the table a stage does, in this order and only where the table says so:
+In each step of the table a stage runs these operations, in this order and only if the table has
+them:
 
-    F   runs its layers on what arrived, and keeps its input (or the residuals of its layers)
+    F   runs its layers on the state that arrived, and keeps its input (or the layers' residuals)
     R   with full rematerialisation, runs the layers of a backward pass again
-    E   the losses of exits on what enters it, or on the last stage on what leaves it: adds to the
+    E   computes the losses of exits on its input, or on the last stage on its output: adds to the
         gradients of their heads, and keeps the gradient on the hidden state until B
     B   pulls the gradient that arrived, and those of its exits, back through its layers
 
-B is the backward pass of the stage-local auxiliary loss L_i + <g_i, x_i>, with x_i what leaves the
-stage and g_i the gradient that arrived, held constant (EE-LLM, Eq. 2 and Proposition 3.1); logits
+B is the backward pass of the stage-local auxiliary loss L_i + <g_i, x_i>, with x_i the stage's
+output and g_i the gradient that arrived, held constant (EE-LLM, Eq. 2 and Proposition 3.1); logits
 of an exit never outlive its E. Then every stage sends its newest state up and its newest gradient
-down, and what arrives waits in a slot until F or B reads it. Communication is outside of every
-branch that only some stages take, as else the others would wait for ever.
+down, and arrivals wait in a slot until F or B reads them. Communication is outside every branch
+that only some stages take, because the others would wait for ever.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from eejax.pipeline.stage import Pipeline, PipelineStage, Totals, add_row, sum_o
 def gradients(
     pipeline: Pipeline, schedule: Schedule, factors: Factors | None = None
 ) -> Callable[..., BatchSums[jax.Array]]:
-    """`(params, frozen, weights [e], layer_dropout [l] or None, batch, step) -> BatchSums`.
+    """Return `(params, frozen, weights [e], layer_dropout [l] or None, batch, step) -> BatchSums`.
 
-    params and frozen as the pipeline's layout has them, the batch's arrays [b, t], of which every
-    device takes its part in as many microbatches as the schedule has. With `factors` the sums are
-    those expected of the main microbatches, and only their tokens are counted.
+    params and frozen are in the form of the pipeline's layout. The batch's arrays are [b, t]; every
+    device splits its part of them into as many microbatches as the schedule has. With `factors`,
+    the sums are those expected of the main microbatches, and only their tokens are counted.
     """
     return jax.shard_map(
         functools.partial(_local, pipeline, schedule, factors),
@@ -60,11 +61,13 @@ def gradients(
 def loss(
     pipeline: Pipeline, schedule: Schedule
 ) -> Callable[..., tuple[jax.Array, ExitSums[jax.Array]]]:
-    """The summed loss and the exits' sums, of the arguments of `gradients`.
+    """Return a function of the arguments of `gradients` that gives the summed loss and the exits'
+    sums.
 
-    To be differentiated once, in `params`, like any loss: its forward pass runs the backward passes
-    of the schedule too, and its backward pass only scales. Its value alone takes as long; for that
-    there is `pipeline.forward.evaluation`. The exits' sums are for reporting and have no gradient.
+    It is to be differentiated once, in `params`, like any loss: its forward pass runs the backward
+    passes of the schedule too, and its backward pass only scales. The value alone takes as long;
+    for that there is `pipeline.forward.evaluation`. The exits' sums are for reports and have no
+    gradient.
     """
     run = gradients(pipeline, schedule)
 
@@ -89,7 +92,7 @@ def loss(
 
 
 def _no_gradient(a: jax.Array) -> Any:
-    """The cotangent of an argument that is held constant."""
+    """Return the cotangent of an argument that is held constant."""
     if jnp.issubdtype(a.dtype, jnp.floating):
         return jnp.zeros_like(a)
     return np.zeros(a.shape, jax.dtypes.float0)
@@ -101,17 +104,17 @@ class _StageCarry(NamedTuple):
     Attributes:
       arrived: [slots, b, t, d], states from the stage below that wait for their forward pass.
       returned: [slots, b, t, d], gradients from the stage above that wait for their backward pass.
-      taught: [slots, b, t, d], outputs of the last stage for the microbatches of `returned`; None
-        where no exit is distilled.
+      teacher: [slots, b, t, d], outputs of the last stage for the microbatches of `returned`; None
+        if no exit is distilled.
       states: slots of `schedule.Rings`.
-      residuals: likewise, pairs of the residuals of the layers and the states at boundaries inside
-        the stage.
+      residuals: slots of `schedule.Rings`, pairs of the layers' residuals and the states at
+        boundaries inside the stage.
       totals: sums of losses so far.
     """
 
     arrived: jax.Array
     returned: jax.Array
-    taught: jax.Array | None
+    teacher: jax.Array | None
     states: jax.Array
     residuals: Tree
     totals: Totals
@@ -120,7 +123,7 @@ class _StageCarry(NamedTuple):
 def _local(
     pipeline, schedule, factors, trained, frozen, weights, rates, batch, step
 ) -> BatchSums[jax.Array]:
-    """One device's part of `gradients`."""
+    """Compute one device's part of `gradients`."""
     trained, frozen = vary_over((trained, frozen), pipeline.specs)
     n = schedule.microbatches
     stage = PipelineStage(pipeline, trained, frozen, batch, step, rates, n, factors)
@@ -139,8 +142,11 @@ def _local(
 
 
 def kept_bytes(stage: PipelineStage, schedule: Schedule) -> int:
-    """Bytes that a device keeps from step to step, and of one microbatch besides, which are made
-    before they are put away. Inside a `shard_map`, whose results are unused."""
+    """Return the bytes that a device keeps from step to step, and one microbatch's more.
+
+    The latter are made before they are put into a slot. It is called inside a `shard_map` whose
+    results are unused.
+    """
     weights = stage.vary(jnp.ones(len(stage.partition.which)))
     ops = _Operations(stage, schedule, weights, None)
     kept = ops.start(stage.index * 0)
@@ -156,7 +162,7 @@ class _Operations:
         self.stage, self.recompute, self.refs = stage, schedule.recompute, refs
         self.distils = stage.pipeline.distils
         rings = schedules.rings(schedule, stage.partition.input_exit_stages, self.distils)
-        names = ("inputs", "cotangents", "outputs", "taught", "residuals")
+        names = ("inputs", "cotangents", "outputs", "teacher", "residuals")
         self.slots = {name: stage.own(getattr(rings, name)) for name in names}
         self.arrived, self.returned = rings.arrived, rings.returned
         self.slots |= {
@@ -165,25 +171,25 @@ class _Operations:
         }
         self.n_states = rings.n_states
         links = [step.links for step in schedule.steps]
-        self.patterns = list(dict.fromkeys(links))  # of links, in order of appearance
+        self.patterns = list(dict.fromkeys(links))  # different rows of links, in order
         self.pattern = [self.patterns.index(one) for one in links]
         self.n_residuals = 1 if self.recompute else rings.n_residuals
         self.top = jnp.asarray([route.top for route in schedule.routes])
         self.branches = stage.exit_branches(weights, refs)
         self.edges, self.inside = stage.items(INPUT, OUTPUT), stage.items(INSIDE)
-        # What is run again is used at once: it may keep more.
+        # Recomputed layers are used at once, so they may keep more.
         self.trunk = stage.trunk("dots" if self.recompute else stage.pipeline.remat)
         self.restore: Callable | None = None
 
     def start(self, m: jax.Array) -> _StageCarry:
-        """Return the carry before the first step; only shapes count of microbatch m."""
+        """Return the carry before the first step, with the shapes of microbatch m."""
         blank = self.stage.hidden()
         like, self.restore = self.forward(m, blank)[1:]
         returned = ring(self.returned.n, blank)
         return _StageCarry(
             arrived=ring(self.arrived.n, blank),
             returned=returned,
-            taught=returned if self.distils else None,
+            teacher=returned if self.distils else None,
             states=ring(self.n_states, blank),
             residuals=ring(self.n_residuals, like),
             totals=self.stage.no_totals(),
@@ -199,7 +205,7 @@ class _Operations:
         }
 
     def forward(self, m: jax.Array, x: jax.Array):
-        """(what leaves the stage, what to keep for `backward`, `split_vjp`'s restore)."""
+        """Return the stage's output, residuals for `backward`, and `split_vjp`'s restore."""
         context = self.stage.context(m)
 
         def run(masters, x):
@@ -217,7 +223,7 @@ class _Operations:
         g = get(kept.returned, self.slots["returned"][bm])
         x, states = when(f >= 0, functools.partial(self.enter, fm), x, kept.states)
         if self.recompute:
-            # The last stage would compute now what it computes again in this very step or later.
+            # The last stage has no forward pass of its own: it would be recomputed in B.
             def run(x):
                 return (self.trunk(stage.masters, x, stage.context(fm))[0],)
 
@@ -226,43 +232,43 @@ class _Operations:
             x, residuals = when(b >= 0, again, x, kept.residuals)
         else:
             x, residuals = when(f >= 0, functools.partial(self.keep, fm), x, kept.residuals)
-        totals, taught = kept.totals, None
+        totals, teacher = kept.totals, None
         if self.distils:
-            taught = get(kept.taught, self.slots["returned"][bm])
+            teacher = get(kept.teacher, self.slots["returned"][bm])
         if self.edges:
             for m in row["exits"]:
-                states, totals = self.exits(m, x, taught, states, totals)
+                states, totals = self.exits(m, x, teacher, states, totals)
         g = jnp.where(stage.index < self.top[bm], g, jnp.zeros((), g.dtype))
-        if taught is not None:
-            taught = jnp.where(stage.last, get(states, self.slots["taught"][bm]), taught)
-        back = functools.partial(self.backward, bm, states, residuals, taught)
+        if teacher is not None:
+            teacher = jnp.where(stage.last, get(states, self.slots["teacher"][bm]), teacher)
+        back = functools.partial(self.backward, bm, states, residuals, teacher)
         g, totals = when(b >= 0, back, g, totals)
-        x, g, taught = self.exchange(row["pattern"], x, g, taught)
+        x, g, teacher = self.exchange(row["pattern"], x, g, teacher)
         return _StageCarry(
             arrived=put(kept.arrived, x, row["arrives"]),
             returned=put(kept.returned, g, row["returns"]),
-            taught=put(kept.taught, taught, row["returns"]) if self.distils else None,
+            teacher=put(kept.teacher, teacher, row["returns"]) if self.distils else None,
             states=states,
             residuals=residuals,
             totals=totals,
         )
 
-    def exchange(self, pattern: jax.Array, x, g, taught):
-        """Send x up, g and `taught` down over the links, and return what arrives."""
+    def exchange(self, pattern: jax.Array, x, g, teacher):
+        """Send x up, g and `teacher` down over the links, and return the arrivals."""
         n = self.stage.partition.stages
 
-        def over(links, x, g, taught):
+        def over(links, x, g, teacher):
             down = functools.partial(send, n=n, up=False, links=links)
-            return send(x, n, up=True, links=links), down(g), jax.tree.map(down, taught)
+            return send(x, n, up=True, links=links), down(g), jax.tree.map(down, teacher)
 
         branches = [functools.partial(over, links) for links in self.patterns]
         if len(branches) == 1:
-            return branches[0](x, g, taught)
-        # The pattern is a step's and not a stage's, so all devices take the same branch.
-        return lax.switch(pattern, branches, x, g, taught)
+            return branches[0](x, g, teacher)
+        # All stages have the same pattern in a step, so all devices take the same branch.
+        return lax.switch(pattern, branches, x, g, teacher)
 
     def enter(self, m, x, states):
-        """Return what the stage reads of a microbatch; it is kept."""
+        """Return the stage's input of a microbatch, and the states that keep it."""
         stage = self.stage
 
         def embed():
@@ -279,17 +285,19 @@ class _Operations:
         y, new, _ = self.forward(m, get(states, self.slots["inputs"][m]))
         return jnp.where(self.stage.last, y, x), put(residuals, new, 0)
 
-    def exits(self, m, leaving, taught, states, totals):
-        """E of microbatch m; `leaving` is what leaves the last stage, and `taught` on others what
-        has left it."""
+    def exits(self, m, leaving, teacher, states, totals):
+        """Run E of microbatch m.
+
+        `leaving` is the output of the last stage; `teacher` is the same on the other stages.
+        """
         at = jnp.maximum(m, 0)
         if self.distils:
 
             def keep(states):
-                return (put(states, leaving, self.slots["taught"][at]),)
+                return (put(states, leaving, self.slots["teacher"][at]),)
 
             (states,) = when((m >= 0) & self.stage.last, keep, states)
-            taught = jnp.where(self.stage.last, leaving, taught)
+            teacher = jnp.where(self.stage.last, leaving, teacher)
 
         def place(item):
             return jnp.where(
@@ -304,11 +312,11 @@ class _Operations:
             return put(states, g + before, place(item))
 
         return self.stage.run_exits(
-            self.edges, m, self.branches, states, totals, read, write, taught
+            self.edges, m, self.branches, states, totals, read, write, teacher
         )
 
-    def backward(self, m, states, residuals, taught, g, totals):
-        """B: the gradient on what entered the stage, from that on what left it."""
+    def backward(self, m, states, residuals, teacher, g, totals):
+        """Run B: return the gradient on the stage's input, from that on its output."""
         stage, p = self.stage, self.stage.partition
         assert self.refs is not None and self.restore is not None  # after `start`
         refs = self.refs
@@ -326,11 +334,11 @@ class _Operations:
                 totals,
                 read=lambda item, _: get(inner, item["slot"]),
                 write=lambda item, gs, g: put(gs, g, item["slot"]),
-                taught=taught,
+                teacher_state=teacher,
             )
         x, context = get(states, self.slots["inputs"][m]), stage.context(m)
         pullback = self.restore(mine, stage.masters, x, (context, stage.stack))
-        # Type checkers see only the import that `jax` deletes again, and not its namespace `ad`.
+        # Type checkers see only an import that `jax` deletes again, and not its namespace `ad`.
         whole = jax.ad.GradValue()  # pyright: ignore[reportPrivateImportUsage]
         _, gx = pullback.with_refs(refs["layers"], whole)((g, gs))
         if p.input_exit_stages:
@@ -352,14 +360,14 @@ class _Operations:
 
 
 def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> BatchSums[jax.Array]:
-    """The sums over all devices; tokens are counted of the first `counted` microbatches."""
+    """Sum over all devices; tokens are those of the first `counted` microbatches."""
     if "layers" in grads:  # their heads were flattened
 
         def shape(g, a):
             return g.reshape(a.shape)
 
         grads["layers"] = jax.tree.map(shape, grads["layers"], stage.trained["layers"])
-    if stage.factors is not None:  # before copies are added up: each stage has its own
+    if stage.factors is not None:  # before copies are added: each stage has its own factor
         factor = stage.own(stage.factors.gradients)
         grads = jax.tree.map(lambda g: g * factor, grads)
     for group, tables in stage.layout.slots.items():
@@ -374,8 +382,8 @@ def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> Bat
 
 
 def _sum_copies(stage: PipelineStage, grads: jax.Array, slots: tuple[int, ...]) -> jax.Array:
-    """Gradients of tables with those of one table's copies made their sum, on every stage that has
-    one (EE-LLM, section 3.1.2)."""
+    """Replace the gradient of each copy of a table by the sum over copies (EE-LLM, section
+    3.1.2)."""
     if sum(slot != ABSENT for slot in slots) < 2:
         return grads
     own = stage.own(slots)

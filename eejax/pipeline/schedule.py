@@ -1,8 +1,8 @@
 """Schedules of pipeline parallelism as tables, without JAX.
 
-A schedule lists steps. In a step every stage does a short list of operations in order, and then
-hands its newest hidden state to the stage above and its newest gradient to the stage below. What
-arrives waits in a slot until an operation of a later step reads it. The same table drives the
+A schedule lists steps. In a step every stage runs a short list of operations in order, and then
+sends its newest hidden state to the stage above and its newest gradient to the stage below. An
+arrival waits in a slot until an operation of a later step reads it. The same table drives the
 executor (`pipeline.runner`), the simulator and the pictures.
 
 Stages are numbered from 0, microbatches from 0. The lockstep 1F1B table: stage i runs the forward
@@ -30,8 +30,8 @@ IDLE = -1
 class Operation(NamedTuple):
     """One operation: FORWARD, EXITS or BACKWARD of a microbatch on a stage.
 
-    EXITS are those at the edges of a stage: on what enters it, and on the last stage on what
-    leaves it. Exits inside a stage belong to its BACKWARD.
+    EXITS are those at the edges of a stage: on its input, and on the last stage on its output.
+    Exits inside a stage belong to its BACKWARD.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class ScheduleStep(NamedTuple):
     Attributes:
       ops: [stages], the operations of each stage in order.
       links: [stages - 1], whether stages i and i + 1 exchange values after the step and so wait for
-        each other; None where all neighbours do.
+        each other; None if all neighbours do.
     """
 
     ops: tuple[tuple[Operation, ...], ...]
@@ -56,7 +56,7 @@ class ScheduleStep(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Stages a microbatch visits: forward through 0 .. top, backward through top .. bottom."""
+    """Stages that a microbatch visits: forward through 0 .. top, backward through top .. bottom."""
 
     top: int
     bottom: int = 0
@@ -66,8 +66,10 @@ class Route(NamedTuple):
 class Schedule:
     """A table of steps for `stages` stages.
 
-    `routes` has an entry for each microbatch. `recompute`: stages are run again in their backward
-    pass (full rematerialisation), and the last stage has no forward pass of its own.
+    Attributes:
+      routes: the route of each microbatch.
+      recompute: whether stages are run again in their backward pass (full rematerialisation); the
+        last stage then has no forward pass of its own.
     """
 
     name: str
@@ -82,7 +84,8 @@ class Schedule:
 
     @functools.cached_property
     def crossings(self) -> np.ndarray:
-        """[steps, stages - 1] bool: whether a value crosses from i to i + 1 or back after a step.
+        """True if a value crosses from stage i to i + 1 or back after a step, [steps, stages - 1]
+        bool.
 
         A state crosses after its forward pass on a stage, a gradient after its backward pass.
         """
@@ -96,14 +99,14 @@ class Schedule:
 
     @functools.cached_property
     def links(self) -> np.ndarray:
-        """[steps, stages - 1] bool: `ScheduleStep.linked` of each step."""
+        """Stages i and i + 1 that exchange values after each step, [steps, stages - 1] bool."""
         pairs = range(self.stages - 1)
         table = [[step.linked(i) for i in pairs] for step in self.steps]
         return np.array(table, bool).reshape(len(self.steps), len(pairs))
 
     @functools.cached_property
     def when(self) -> dict[tuple[str, int, int], int]:
-        """(kind, microbatch, stage) -> step."""
+        """Step of each operation: (kind, microbatch, stage) -> step."""
         return {
             (op.kind, op.microbatch, stage): t
             for t, step in enumerate(self.steps)
@@ -112,7 +115,7 @@ class Schedule:
         }
 
     def check(self) -> None:
-        """Raise `ValueError` where an operation is missing, doubled, or comes too early or late.
+        """Raise `ValueError` if an operation is missing, doubled, too early or too late.
 
         A value crosses to the next stage after the step that made it, over a link of that step, and
         is read in a later step.
@@ -162,7 +165,8 @@ class Schedule:
                     raise ValueError(f"{self.name}: operations of a step out of order: {ops}")
 
     def in_flight(self, stage: int) -> int:
-        """Most microbatches whose forward pass is done and backward pass not, on a stage."""
+        """Return the maximum number of microbatches on a stage between forward and backward
+        pass."""
         spans = [
             (self.when[FORWARD, m, stage], self.when[BACKWARD, m, stage])
             for m, r in enumerate(self.routes)
@@ -171,9 +175,9 @@ class Schedule:
         return max(sum(a <= t <= b for a, b in spans) for t in range(len(self.steps)))
 
     def table(self, kind: str) -> np.ndarray:
-        """[steps, n, stages] int32: microbatches of the operations of this kind, IDLE for none.
+        """Return [steps, n, stages] int32, microbatches of the operations of a kind, IDLE for none.
 
-        n is the most of them that a stage does in a step: 1, but for exits under "mixed".
+        n is the maximum of them that a stage runs in a step: 1, except for exits under "mixed".
         """
         of_kind = [
             [[o.microbatch for o in ops if o.kind == kind] for ops in s.ops] for s in self.steps
@@ -186,7 +190,7 @@ class Schedule:
         return out
 
     def __str__(self) -> str:
-        """A line for each stage and a column for each step: F forward, E exits, B backward.
+        """Show a line for each stage and a column for each step: F forward, E exits, B backward.
 
         After a step marked ' not all neighbours exchange values.
         """
@@ -204,16 +208,18 @@ class Schedule:
 
 
 class Rings(NamedTuple):
-    """Slots of kept values, given out so that as few as possible are needed on any stage.
+    """Slots of kept values, assigned so that each stage needs as few as possible.
 
     Attributes:
-      inputs, cotangents, outputs: [microbatches, stages], slots among `n_states` of the shape of a
-        hidden state: of what entered a stage, of the gradient that its exits send into that, and of
-        the gradient that the exits behind the last stage send into what leaves it.
-      taught: [microbatches, stages], likewise, of what leaves the last stage, where exits are
-        distilled from that.
-      residuals: [microbatches, stages], slots among `n_residuals` of whatever else a backward pass
-        needs.
+      inputs: [microbatches, stages], slots of stage inputs. They are among `n_states` slots of the
+        shape of a hidden state, as are those of the next three.
+      cotangents: [microbatches, stages], of the gradients that exits send into a stage's input.
+      outputs: [microbatches, stages], of the gradients that the exits behind the last stage send
+        into its output.
+      teacher: [microbatches, stages], of outputs of the last stage, if exits are distilled from
+        them.
+      residuals: [microbatches, stages], slots among `n_residuals` of all other values that a
+        backward pass needs.
       arrived: `Arrivals` of hidden states, from the exchange to the forward pass.
       returned: `Arrivals` of gradients, from the exchange to the backward pass.
     """
@@ -221,7 +227,7 @@ class Rings(NamedTuple):
     inputs: np.ndarray
     cotangents: np.ndarray
     outputs: np.ndarray
-    taught: np.ndarray
+    teacher: np.ndarray
     residuals: np.ndarray
     n_states: int
     n_residuals: int
@@ -230,12 +236,12 @@ class Rings(NamedTuple):
 
 
 class Arrivals(NamedTuple):
-    """Slots in which values wait that a neighbour has sent.
+    """Slots in which values from a neighbour wait.
 
     Attributes:
       read: [microbatches, stages], slot from which an operation reads its value.
-      write: [steps, stages], slot that takes what arrives after a step. Where nothing does, it is
-        one in which nothing waits.
+      write: [steps, stages], slot of the value that arrives after a step. If none does, it is a
+        slot in which nothing waits.
       n: number of slots.
     """
 
@@ -245,10 +251,11 @@ class Arrivals(NamedTuple):
 
 
 def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False) -> Rings:
-    """`Rings` of a schedule for a model with exits on what enters the stages `input_exits`."""
+    """Return the `Rings` of a schedule for a model with exits on the inputs of the stages
+    `input_exits`."""
     shape = (schedule.microbatches, schedule.stages)
     tables = (np.zeros(shape, np.int32) for _ in range(5))
-    inputs, cotangents, outputs, taught, residuals = tables
+    inputs, cotangents, outputs, teacher, residuals = tables
     n_states = n_residuals = 1
     last = schedule.stages - 1
     for i in range(schedule.stages):
@@ -266,14 +273,14 @@ def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False)
             if exits is not None and i == last:
                 states.append((exits, max(end, exits), outputs, m))
                 if distils:
-                    states.append((exits, max(end, exits), taught, m))
-        n_states = max(n_states, _give_out(states, i))
-        n_residuals = max(n_residuals, _give_out(kept, i))
+                    states.append((exits, max(end, exits), teacher, m))
+        n_states = max(n_states, _assign_slots(states, i))
+        n_residuals = max(n_residuals, _assign_slots(kept, i))
     return Rings(
         inputs,
         cotangents,
         outputs,
-        taught,
+        teacher,
         residuals,
         n_states,
         n_residuals,
@@ -283,7 +290,7 @@ def rings(schedule: Schedule, input_exits: Sequence[int], distils: bool = False)
 
 
 def _arrivals(schedule: Schedule, kind: str) -> Arrivals:
-    """`Arrivals` of the values that operations of a kind read."""
+    """Return the `Arrivals` of the values that operations of a kind read."""
     read = np.zeros((schedule.microbatches, schedule.stages), np.int32)
     write = np.zeros((len(schedule.steps), schedule.stages), np.int32)
     n = 1
@@ -295,7 +302,7 @@ def _arrivals(schedule: Schedule, kind: str) -> Arrivals:
             used = schedule.when.get((kind, m, i))
             if sent is not None and used is not None:
                 spans.append((sent + 1, used, read, m))
-        slots = _give_out(spans, i)
+        slots = _assign_slots(spans, i)
         for t in range(len(schedule.steps)):
             waiting = {
                 int(read[m, i]): begin for begin, end, _, m in spans if begin <= t + 1 <= end
@@ -307,8 +314,9 @@ def _arrivals(schedule: Schedule, kind: str) -> Arrivals:
     return Arrivals(read, write, n)
 
 
-def _give_out(spans: list[tuple[int, int, np.ndarray, int]], stage: int) -> int:
-    """Give every (begin, end, table, microbatch) the lowest slot free from begin to end."""
+def _assign_slots(spans: list[tuple[int, int, np.ndarray, int]], stage: int) -> int:
+    """Assign to every (begin, end, table, microbatch) the lowest slot that is free from begin to
+    end."""
     busy_until: list[int] = []
     for begin, end, table, m in sorted(spans, key=lambda s: s[:2]):
         free = next((k for k, t in enumerate(busy_until) if t < begin), None)
@@ -328,7 +336,8 @@ def gpipe(
     exits: str = "mixed",
     recompute: bool = False,
 ) -> Schedule:
-    """All forward passes, then all backward passes, the newest microbatch first."""
+    """Return a schedule of all forward passes, then all backward passes, newest microbatch
+    first."""
     p, n = stages, microbatches
     turn = n + p - 1
     return _lockstep(
@@ -351,12 +360,16 @@ def one_f_one_b(
     exits: str = "mixed",
     recompute: bool = False,
 ) -> Schedule:
-    """The lockstep 1F1B table: forward of m on stage i at m + i, backward at m + 2P - 2 - i.
+    """Return the lockstep 1F1B table: forward of m on stage i at m + i, backward at m + 2P - 2 - i.
 
-    `exit_stages` have exits on what enters them. `exits` says when these are computed: "deferred",
-    with the stage's backward pass (optimization 1 of EE-LLM's Table 1); "aligned", with the
-    microbatch's final exit; "mixed", deferred but for the last P - 1 - i microbatches, which are
-    aligned and so fall into steps without a forward pass, two exits in each.
+    Args:
+      stages, microbatches: their numbers.
+      exit_stages: stages with exits on their input.
+      exits: when these are computed: "deferred", with the stage's backward pass (optimization 1 of
+        EE-LLM's Table 1); "aligned", with the microbatch's final exit; "mixed", deferred except for
+        the last P - 1 - i microbatches, which are aligned and so fall into steps without a forward
+        pass, two exits in each.
+      recompute: see `Schedule`.
     """
     p = stages
     return _lockstep(
@@ -392,7 +405,7 @@ def _lockstep(
         for m in range(n):
             f, b = forward(m, i), backward(m, i)
             table[f][i].append(Operation(FORWARD, m))
-            if last:  # its output is there after the forward pass, or after its repetition
+            if last:  # its output exists after the forward pass, or after the recomputed one
                 table[b if recompute else f][i].append(Operation(EXITS, m))
             elif i in exit_stages:
                 early = exits == "aligned" or (exits == "mixed" and m >= n - (p - 1 - i))

@@ -5,7 +5,7 @@ through them alone, up to an early exit, and back. Part 2: while the last stages
 further microbatches go forward through all stages and back through the last ones alone. Neither
 makes an iteration longer; both make its gradient less noisy. By the paper's count, microbatch i
 of K = floor((P - 1) / (f/b + 1)) goes through the first K + 1 - i stages in Part 1 and back through
-the last floor(P - i (f/b + 1)) in Part 2, f and b being a stage's forward and backward pass.
+the last floor(P - i (f/b + 1)) in Part 2, where f and b are the times of a stage's passes.
 
 In the lockstep table 1F1B leaves the backward pass of the first steps free and the forward pass of
 the last ones. Part 1's forward passes have steps of their own between the others; its backward
@@ -16,10 +16,10 @@ their way down, which nothing may hold up. Let q count stages from the last one 
 first in which no whole microbatch goes forward, so that the last gradient passes q at h = q. The
 inserted microbatch j (from 0) goes forward in the steps without gradients up to stage q = j, waits
 there until that gradient has passed, and goes on at h = 2j - q + 1; its backward pass is at
-h = 2j + q + 2. Behind the last gradient a stage then alternates between a forward pass, after which
+h = 2j + q + 2. After the last gradient a stage then alternates between a forward pass, after which
 it exchanges with the stage above, and a backward pass, after which it exchanges with the stage
-below. With links for these exchanges alone, no stage waits for a neighbour that has nothing for it,
-and with equal stages all of the paper's K microbatches fit, in no more than K steps beyond 1F1B's.
+below. With links for these exchanges alone, no stage waits for a neighbour that sends nothing, and
+with equal stages all of the paper's K microbatches fit, in at most K steps more than 1F1B's.
 """
 
 from __future__ import annotations
@@ -43,15 +43,17 @@ from eejax.pipeline.schedule import (
 )
 from eejax.pipeline.simulate import StageCosts, neighbours_time, step_costs
 
-ROUNDING = 1e-9  # relative; sums in another order differ by less
+ROUNDING = 1e-9  # relative tolerance; sums in another order differ by less
 
 
 @dataclasses.dataclass(frozen=True)
 class Filled:
     """A filled schedule of `main` whole microbatches, `part1` and `part2` inserted ones.
 
-    Microbatches are numbered in this order. time: simulated, by the clock "neighbours"; alone: that
-    of the whole microbatches without the others.
+    Attributes:
+      schedule: the table; microbatches are numbered in this order.
+      time: simulated time by the clock "neighbours".
+      alone: simulated time of the whole microbatches without the inserted ones.
     """
 
     schedule: Schedule
@@ -67,22 +69,22 @@ class Filled:
 
     @property
     def loss_factors(self) -> np.ndarray:
-        """[stages]: what to multiply the losses of the exits on a stage with, for whole and Part 1
-        microbatches; those of Part 2 are left as they are. The final exit's is 1.
+        """Factors [stages] of the losses of a stage's exits, for whole and Part 1 microbatches.
 
-        M / (M + the Part 1 microbatches that come to the stage): so that M losses are expected
-        from each exit (Proposition C.2).
+        A factor is M / (M + the Part 1 microbatches that come to the stage), so that M losses are
+        expected from each exit (Proposition C.2). Losses of Part 2 are not scaled. The final exit's
+        factor is 1.
         """
         routes = self.schedule.routes[self.main : self.main + self.part1]
         return self._factors([sum(r.top >= s for r in routes) for s in range(self._stages)])
 
     @property
     def gradient_factors(self) -> np.ndarray:
-        """[stages]: what to multiply the gradients of a stage with, summed over all microbatches.
+        """Factors [stages] of a stage's gradients, summed over all microbatches.
 
-        M / (M + the Part 2 microbatches whose backward pass comes to the stage). With both
-        factors the sum over all microbatches has the expectation of that over M whole ones.
-        A parameter that stages share has a gradient on each: scale these before they are added.
+        A factor is M / (M + the Part 2 microbatches whose backward pass comes to the stage). With
+        both factors the sum over all microbatches has the expectation of that over M whole ones. A
+        parameter that stages share has a gradient on each: scale these before they are added.
         """
         routes = self.schedule.routes[self.main + self.part1 :]
         return self._factors([sum(r.bottom <= s for r in routes) for s in range(self._stages)])
@@ -95,8 +97,8 @@ class Filled:
         return self.main / (self.main + np.array(more, float))
 
 
-def most_inserted(stages: int, forward: float, backward: float) -> int:
-    """The paper's K: how many microbatches fit into either part."""
+def max_inserted(stages: int, forward: float, backward: float) -> int:
+    """Return the paper's K, the number of microbatches that fit into either part."""
     if backward <= 0:
         return 0
     return math.floor((stages - 1) / (forward / backward + 1) + ROUNDING)
@@ -114,14 +116,21 @@ def filled(
     recompute: bool = False,
     tolerance: float = ROUNDING,
 ) -> Filled:
-    """`one_f_one_b` of `microbatches` with as many more as fit into the same time.
+    """Return `one_f_one_b` of `microbatches` with as many more as fit into the same time.
 
-    An insertion stays only where the simulated time, by the clock "neighbours" and the given
-    costs, grows by no more than the fraction `tolerance`; else the microbatch takes a shorter way,
-    and where none fits nothing is inserted. part1, part2: at most so many; by default the paper's
-    number, which is also the most. exit_stages: with exits on what enters them; inner_stages: with
-    exits between their layers. exits, recompute: as for `one_f_one_b`; inserted microbatches have
-    their exits deferred.
+    An insertion is kept only if the simulated time, by the clock "neighbours" and `costs`, grows by
+    no more than the fraction `tolerance`. Otherwise the microbatch takes a shorter route, and if
+    none fits nothing is inserted. Inserted microbatches have their exits deferred.
+
+    Args:
+      costs: time of the parts of each stage.
+      microbatches: number of whole microbatches.
+      part1, part2: maximum numbers to insert; by default the paper's number, which is also the
+        limit.
+      exit_stages: stages with exits on their input.
+      inner_stages: stages with exits between their layers.
+      exits, recompute: as for `one_f_one_b`.
+      tolerance: fraction of the time.
     """
     for name, given in (("part1", part1), ("part2", part2)):
         ok = given is None or (isinstance(given, int) and given >= 0)
@@ -133,7 +142,7 @@ def filled(
     def mean(kind):
         return sum(costs.of(kind, i, recompute) for i in range(p)) / p
 
-    k = most_inserted(p, mean(FORWARD), mean(BACKWARD))
+    k = max_inserted(p, mean(FORWARD), mean(BACKWARD))
     table = _Table(base, costs, exit_stages, tolerance, more=2 * p)
     with_exit = sorted({*exit_stages, *inner_stages})
     first = table.insert_early(min(k, k if part1 is None else part1), k, with_exit)
@@ -145,8 +154,10 @@ def filled(
 
 
 def filled_to(costs: StageCosts, microbatches: int, **settings) -> Filled:
-    """`microbatches` in all, few of them whole: the same number in less time. settings: those of
-    `filled`. With nothing to insert it is `one_f_one_b`.
+    """Return a schedule of `microbatches` in all, of which few are whole: the same number in less
+    time.
+
+    `settings` are those of `filled`. With nothing to insert it is `one_f_one_b`.
     """
     most = {name: settings.pop(name, None) for name in ("part1", "part2")}
     alone = filled(costs, microbatches, part1=0, part2=0, **settings)
@@ -161,10 +172,10 @@ def filled_to(costs: StageCosts, microbatches: int, **settings) -> Filled:
 
 
 class _Table:
-    """A schedule under way: its operations and their times.
+    """A schedule under construction: its operations and their times.
 
-    Its steps are those of `base` and `more` behind them, the main steps, each with room before it
-    for an extra step.
+    Its main steps are those of `base` and `more` after them. Before each there is room for an extra
+    step.
     """
 
     def __init__(
@@ -181,13 +192,13 @@ class _Table:
         self.main = [[list(ops) for ops in step.ops] for step in base.steps]
         self.main += [[[] for _ in range(p)] for _ in range(more)]
         self.extra = [[[] for _ in range(p)] for _ in self.main]
-        # [steps, 2, stages]: what each pair of an extra and a main step takes.
+        # [steps, 2, stages]: time of each pair of an extra and a main step.
         self.costs = np.zeros((len(self.main), 2, p))
         self.costs[: len(base.steps), 1] = step_costs(base, costs)
         # [steps, 2, stages - 1]: whether a value crosses between two stages after a step.
         self.crossings = np.zeros((len(self.main), 2, p - 1), bool)
         self.crossings[: len(base.steps), 1] = base.crossings
-        self.first_narrow = len(self.main)  # from this pair of steps on, links are those of values
+        self.first_narrow = len(self.main)  # from this pair on, only stages with values are linked
         self.of = {
             (kind, i): costs.of(kind, i, base.recompute)
             for kind in (FORWARD, EXITS, BACKWARD)
@@ -219,7 +230,7 @@ class _Table:
         last = self.base.stages - 1
         for i, at in zip(range(route.top, route.bottom - 1, -1), backward, strict=True):
             if i in self.exit_stages:
-                # The final exit reads what its step's forward pass leaves, or the repeated one.
+                # The final exit reads the output of its step's forward pass, or the recomputed one.
                 first = i == last and not self.base.recompute
                 read_at, which = forward[i] if first else (at, 1)
                 ops.append((read_at, which, i, EXITS))
@@ -227,7 +238,7 @@ class _Table:
         return ops
 
     def _trial(self, route: Route, ops: list[tuple[int, int, int, str]]) -> tuple | None:
-        """Return (costs, crossings, time) with these operations, None where time forbids them."""
+        """Return (costs, crossings, time) with these operations, None if they take too long."""
         costs, crossings = self.costs.copy(), self.crossings.copy()
         for at, which, i, kind in ops:
             costs[at, which, i] += self.of[kind, i]
@@ -239,7 +250,7 @@ class _Table:
         return (costs, crossings, time) if time <= self.bound else None
 
     def _insert(self, route: Route, ops: list[tuple[int, int, int, str]]) -> bool:
-        """Insert a microbatch if the time allows it, and return whether it does."""
+        """Insert a microbatch if the time allows it, and return whether it did."""
         trial = self._trial(route, ops)
         if trial is None:
             return False
@@ -252,10 +263,10 @@ class _Table:
     def insert_early(self, n: int, deepest: int, with_exit: Sequence[int]) -> int:
         """Insert Part 1 and return its number of microbatches.
 
-        The order of the backward passes goes on before its beginning: -1, -2, ...
+        Their backward passes continue the order of the others before its beginning: -1, -2, ...
 
         Args:
-          n: the most microbatches to insert.
+          n: maximum number of microbatches to insert.
           deepest: number of stages of the first one.
           with_exit: stages with exits, in order.
         """
@@ -268,9 +279,9 @@ class _Table:
             return route, self._ops(route, [(start + i, 0) for i in range(stages)], backward)
 
         def insert(stages: int, wanted: int) -> bool:
-            """Find room for `stages` stages and take that of the first `wanted`."""
+            """Find room for `stages` stages, and use that of the first `wanted`."""
             for place in (k for k in range(1, 2 * p) if k not in places):
-                # The top's backward pass comes in the same pair of steps as its forward, or later.
+                # The top stage's backward pass is in the pair of steps of its forward, or later.
                 for start in range(2 * p - 2 * stages - place + 1):
                     if start in starts or start + stages > len(self.main):
                         continue
@@ -284,8 +295,8 @@ class _Table:
         for done in range(n):
             whole = deepest - done
             ways = [s + 1 for s in reversed(with_exit) if s < whole]
-            # Room for the paper's way leaves the next ones theirs. Where there is none, an exit
-            # farther back may fit.
+            # Room for the paper's route leaves room for the next ones. If there is none, the route
+            # to an earlier exit may fit.
             tries = [(whole, ways[0]), *((s, s) for s in ways)] if ways else []
             if not any(insert(*one) for one in tries):
                 return done
@@ -310,7 +321,7 @@ class _Table:
             route = Route(p - 1, p - stages)
             return self._insert(route, self._ops(route, [(at, 1) for at in forward], backward))
 
-        place, done = 0, 0  # a microbatch that fits nowhere may fit a place later
+        place, done = 0, 0  # a microbatch that does not fit here may fit one place later
         for way in ways:
             tries = [(j, stages) for stages in range(way, 0, -1) for j in range(place, p)]
             found = next((j for j, stages in tries if insert(j, stages)), None)

@@ -1,11 +1,12 @@
-"""Simulated time of a schedule: operations of given cost, run as the executor would run them.
+"""Simulated time of a schedule: operations of given cost, in the order in which the executor runs
+them.
 
 There are three clocks. "neighbours" is the executor's: a stage begins a step when it has finished
-the previous one, and so have all stages that it exchanged values with after that, since an exchange
-waits for both sides. Those are the two stages next to it, or fewer where the step has links.
+the previous one, and so have all stages that it exchanged values with after it, since an exchange
+waits for both sides. Those are the two stages next to it, or fewer if the step has links.
 "barrier": a step begins when all stages have finished the previous one. "dataflow": an operation
-begins when its inputs are there and its stage is free, the least that the order of a table allows.
-Sending takes no time.
+begins when its inputs are there and its stage is free, the earliest time that the order of a table
+allows. Sending takes no time.
 """
 
 from __future__ import annotations
@@ -49,11 +50,13 @@ NO_WORK = PassTime()
 
 @dataclasses.dataclass(frozen=True)
 class StageCosts:
-    """Time of the parts of each stage: [stages] of `PassTime`, and the final exit's.
+    """Time of the parts of each stage.
 
-    layers: of a stage's layers, with the embedding on stage 0. entry: of the exits on what enters
-    a stage. inner: of the exits between the layers of a stage. final: of the final exit, on the
-    last stage.
+    Attributes:
+      layers: [stages], of a stage's layers, with the embedding on stage 0.
+      entry: [stages], of the exits on a stage's input.
+      inner: [stages], of the exits between the layers of a stage.
+      final: of the final exit, on the last stage.
     """
 
     layers: tuple[PassTime, ...]
@@ -67,7 +70,7 @@ class StageCosts:
         for name in ("entry", "inner"):
             found = getattr(self, name)
             require(
-                len(found) == n, f"StageCosts.{name}", found, f"must have {n} entries, as layers"
+                len(found) == n, f"StageCosts.{name}", found, f"must have {n} entries, like layers"
             )
         for name in ("layers", "entry", "inner"):
             for one in getattr(self, name):
@@ -84,8 +87,11 @@ class StageCosts:
         return dataclasses.replace(self, entry=none, inner=none)
 
     def of(self, kind: str, stage: int, recompute: bool = False) -> float:
-        """Time of one operation on a stage. With `recompute` a backward pass has the stage's
-        forward pass in it, and the last stage has none of its own."""
+        """Return the time of one operation on a stage.
+
+        With `recompute` a backward pass contains the stage's forward pass, and the last stage has
+        no forward pass of its own.
+        """
         last = stage == self.stages - 1
         if kind == FORWARD:
             return 0.0 if recompute and last else self.layers[stage].forward
@@ -110,11 +116,13 @@ def stage_costs(
     final: PassTime = NO_WORK,
     embedding: PassTime = NO_WORK,
 ) -> StageCosts:
-    """`StageCosts` from those of single parts, the f and b of EE-LLM's Appendix A.3.
+    """Return `StageCosts` from those of single parts, the f and b of EE-LLM's Appendix A.3.
 
-    layers, entry, inner: for each stage the number of its layers, of exits on what enters it and of
-    exits inside it; none by default. layer, exit, final, embedding: the paper's BB (of one layer),
-    EE, FE and IN.
+    Args:
+      layers: number of layers of each stage.
+      entry: number of exits on each stage's input; none by default.
+      inner: number of exits inside each stage; none by default.
+      layer, exit, final, embedding: the paper's BB (of one layer), EE, FE and IN.
     """
 
     def count(given):
@@ -156,8 +164,10 @@ class Timeline:
     """Times of all operations.
 
     Attributes:
-      critical: one chain of operations, in order of time, without waiting; it lasts as long as the
-        whole (`time`).
+      stages: number of stages.
+      ops: all operations.
+      critical: one chain of operations, in order of time and without waiting, that lasts for the
+        whole `time`.
     """
 
     stages: int
@@ -170,14 +180,14 @@ class Timeline:
 
     @property
     def idle(self) -> np.ndarray:
-        """[stages]: time in which a stage does nothing, from 0 to `time`."""
+        """Return [stages], the time in which a stage is idle, from 0 to `time`."""
         busy = np.zeros(self.stages)
         for op in self.ops:
             busy[op.stage] += op.end - op.begin
         return self.time - busy
 
     def bars(self) -> list[Bar]:
-        """Operations that take time, for a picture."""
+        """Return the operations that take time, for a picture."""
         critical = set(self.critical)
         return [
             Bar(op.stage, op.begin, op.end, op.kind, str(op.microbatch), op in critical)
@@ -187,7 +197,7 @@ class Timeline:
 
 
 def step_costs(schedule: Schedule, costs: StageCosts) -> np.ndarray:
-    """[steps, stages]: time of what each stage does in each step."""
+    """Return [steps, stages], the time of each stage's operations in each step."""
     of = {
         (kind, i): costs.of(kind, i, schedule.recompute)
         for kind in (FORWARD, EXITS, BACKWARD)
@@ -202,15 +212,15 @@ def neighbours_time(steps: np.ndarray, links: np.ndarray | None = None) -> float
     """Return the time of steps under "neighbours" alone, for searches.
 
     Args:
-      steps: [steps, stages], time of what each stage does in each step.
-      links: [steps, stages - 1] bool, `Schedule.links`; None where all neighbours exchange.
+      steps: [steps, stages], time of each stage's operations in each step.
+      links: [steps, stages - 1] bool, `Schedule.links`; None if all neighbours exchange.
     """
     ready = np.zeros(steps.shape[1])
     for t, cost in enumerate(steps):
         end = ready + cost
         ready = end.copy()
         low, high = end[:-1], end[1:]
-        if links is not None:  # times are at least 0, which delays nobody
+        if links is not None:  # times are at least 0, so a 0 delays no stage
             low, high = low * links[t], high * links[t]
         ready[1:] = np.maximum(ready[1:], low)
         ready[:-1] = np.maximum(ready[:-1], high)
@@ -220,7 +230,7 @@ def neighbours_time(steps: np.ndarray, links: np.ndarray | None = None) -> float
 def simulate(schedule: Schedule, costs: StageCosts, clock: str = "neighbours") -> Timeline:
     """Simulate a schedule by one of `CLOCKS`.
 
-    Raises `ConfigError` where `costs` have another number of stages.
+    Raises `ConfigError` if `costs` have another number of stages.
     """
     require_one_of("clock", clock, CLOCKS)
     require(
@@ -238,8 +248,10 @@ def _lockstep(schedule: Schedule, costs: StageCosts, everybody: bool) -> Timelin
     p = schedule.stages
 
     def waits_for(t: int, i: int) -> list[int]:
-        """Stages whose end of step t stage i waits for. It comes first itself, so that on a tie it
-        is said to have waited for itself."""
+        """Return the stages whose end of step t stage i waits for, stage i first.
+
+        So on a tie the critical path stays on the stage.
+        """
         if everybody:
             return [i, *range(i), *range(i + 1, p)]
         link = schedule.links[t]
@@ -284,7 +296,7 @@ def _dataflow(schedule: Schedule, costs: StageCosts) -> Timeline:
             return stage - 1, op
         if op.kind == BACKWARD and stage < schedule.routes[op.microbatch].top:
             return stage + 1, op
-        return None  # what it reads was made on this stage, earlier in its order
+        return None  # its input was made on this stage, earlier in its order
 
     return run_queues(queues, before)
 
@@ -306,10 +318,14 @@ def run_queues(
     queues: Sequence[Sequence[tuple[Queued, float]]],
     before: Callable[[Queued, int], tuple[int, Queued] | None],
 ) -> Timeline:
-    """Stages that work through a list of (operation, time) each, in order, without a clock.
+    """Run a list of (operation, time) on each stage, in order and without a clock.
 
-    before: (operation, stage) -> the (stage, operation) elsewhere whose result it reads, or None.
-    Raises `ValueError` where all stages wait for each other.
+    Args:
+      queues: [stages] of lists.
+      before: (operation, stage) -> the (stage, operation) elsewhere whose result it reads, or None.
+
+    Raises:
+      ValueError: if all stages wait for each other.
     """
     found: dict[tuple[int, Queued], TimedOperation] = {}
     cause: dict[tuple[int, Queued], tuple[int, Queued] | None] = {}
@@ -348,7 +364,7 @@ def run_queues(
 def exit_time_overhead(without: Schedule, with_exits: Schedule, costs: StageCosts) -> float:
     """Return how much longer a schedule with early exits takes than one without: 0.01 is 1 %.
 
-    By the clock "neighbours". `costs` are those with exits; the first schedule is charged none.
+    The clock is "neighbours". `costs` are those with exits, which the first schedule does not pay.
     """
     base = simulate(without, costs.without_exits).time
     return simulate(with_exits, costs).time / base - 1

@@ -34,14 +34,16 @@ Arrays = Mapping[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A model's stages on a mesh, and what they compute.
+    """A model's stages on a mesh, and their computation.
 
-    cuts: what the mesh's axes cut beside batch, layers and matrices. remat: what is kept of a
-    microbatch between its forward and its backward pass on a stage: "full" keeps its input and runs
-    the layers again, "dots" keeps the products with weights, "none" everything that the backward
-    pass reads. `sample_keys(step, n)` are the dropout keys of this device's n samples.
+    Attributes:
+      cuts: what the mesh's axes split beside batch, layers and matrices.
+      remat: what a stage keeps of a microbatch between its passes: "full" its input, to run the
+        layers again, "dots" the products with weights, "none" all that the backward pass reads.
+      sample_keys: (step, n) -> dropout keys of this device's n samples.
 
-    Raises `ConfigError` for tuned exits that are to be distilled.
+    Raises:
+      ConfigError: for tuned exits that are to be distilled.
     """
 
     layout: StageLayout
@@ -57,18 +59,18 @@ class Pipeline:
             not (self.layout.tuned and self.objective.distillation),
             "loss.distillation",
             self.objective.distillation,
-            "must be 0 where exits are tuned: the final exit is not run there",
+            "must be 0 while exits are tuned, because the final exit does not run",
         )
         require(
             self.objective.exit_tokens == 1,
             "loss.exit_tokens",
             self.objective.exit_tokens,
-            "must be 1 on several stages, where heads of exits fill idle time",
+            "must be 1 on several stages, because heads of exits fill idle time there",
         )
 
     @property
     def distils(self) -> bool:
-        """Exits learn from the final exit."""
+        """True if exits learn from the final exit."""
         return bool(self.objective.distillation and self.config.n_exits)
 
     @property
@@ -77,19 +79,20 @@ class Pipeline:
 
     @functools.cached_property
     def specs(self) -> tuple[Tree, Tree]:
-        """Partition specs of (trained, frozen) parameters."""
+        """Return the partition specs of (trained, frozen) parameters."""
         return tuple(rules.specs(d, self.mesh) for d in self.layout.declarations())
 
     @functools.cached_property
     def grad_specs(self) -> Tree:
-        """Partition specs of gradients: every device gets the part whose moments it holds."""
+        """Return the partition specs of gradients: every device gets the part whose moments it
+        holds."""
         return rules.specs(self.layout.declarations()[0], self.mesh, self.cuts.moments_over)
 
 
 class _Kind(NamedTuple):
     """Properties of an exit that decide its program and the place of its parameters."""
 
-    exit: int  # one of its kind
+    exit: int  # any one exit of the kind
     table: tuple[str, int]
     parts: tuple[tuple[str, int], ...]
 
@@ -107,10 +110,10 @@ class Totals(NamedTuple):
 
 
 class PipelineStage:
-    """One device's part of the run: its parameters, and the tables' rows that are its own.
+    """One device's part of the run: its parameters, and its own rows of the tables.
 
     trained, frozen: parameters that vary over data and pipe (`vary_over`); batch: arrays [b, t],
-    taken in `parts` microbatches; factors: of inserted ones (`plan.Factors`), or None.
+    in `parts` microbatches; factors: those of inserted ones (`plan.Factors`), or None.
     """
 
     def __init__(self, pipeline, trained, frozen, batch, step, rates, parts, factors=None):
@@ -124,7 +127,7 @@ class PipelineStage:
             if name in (whole := join(frozen, self.trained)):
                 self.params[name] = whole[name]
         self.stack = fusion.flat_heads(self.params["layers"])
-        # What the gradient is taken in: in the dtype it is added up in.
+        # Gradients are taken in these, in the dtype in which they are added up.
         self.masters = fusion.flat_heads(join(frozen, trained)["layers"])
         self.index = lax.axis_index(PIPE)
         self.first, self.last = self.index == 0, self.index == self.partition.stages - 1
@@ -140,11 +143,11 @@ class PipelineStage:
         self.final = self.final_exit() if pipeline.distils else None
 
     def own(self, table: Sequence | np.ndarray) -> jax.Array:
-        """This stage's entry of a table [..., stages]."""
+        """Return this stage's entry of a table [..., stages]."""
         return jnp.asarray(np.asarray(table))[..., self.index]
 
     def hidden(self) -> jax.Array:
-        """A blank state [b, t, d], of this shard's own positions."""
+        """Return a blank state [b, t, d], of this shard's own positions."""
         b, t = self.batch["tokens"].shape[1:]
         x = shards.own_positions(
             jnp.zeros((b, t, self.config.d_model), self.config.dtype), self.axes
@@ -159,13 +162,13 @@ class PipelineStage:
         return self.vary(Totals(jnp.zeros(()), jnp.zeros(n), squares))
 
     def count(self, microbatches: int) -> jax.Array:
-        """Tokens of the first microbatches on all devices."""
+        """Return the number of tokens of the first `microbatches` on all devices."""
         counted = jnp.sum(self.batch["labels"][:microbatches] != IGNORE, dtype=jnp.int32)
         # Every stage counts the same tokens.
         return lax.psum(jnp.where(self.first, counted, 0), (DATA, PIPE))
 
     def sum_totals(self, totals: Totals) -> Totals:
-        """Over all devices."""
+        """Sum totals over all devices."""
         if self.axes.sequence:
             totals = totals._replace(squares=lax.psum(totals.squares, self.axes.sequence))
         return lax.psum(totals, (DATA, PIPE))
@@ -196,14 +199,15 @@ class PipelineStage:
         return layers.dropout(x, self.config.dropout, context.dropout_keys, 0, 2, self.axes)
 
     def embedding(self, tree: Tree) -> Tree:
-        """Return what `embed` takes, from parameters or from their gradients' tree."""
+        """Return the parameters that `embed` takes, from all of them or from their gradients."""
         group, slot = self.layout.find(TOKENS, 0)
         return {TOKENS: tree[group][slot], **tree.get("embed", {})}
 
     def trunk(self, remat: str) -> Callable:
-        """(masters, x, context) -> (what leaves the stage, states at boundaries inside or None)."""
+        """Return (masters, x, context) -> (the stage's output, states at boundaries inside or
+        None)."""
         p = self.partition
-        rows = np.arange(p.most)
+        rows = np.arange(p.max_layers)
         index = jnp.minimum(self.own(p.starts) + rows, p.depth - 1)
         active = None if p.even else rows < self.own(p.layers)
         slots = None
@@ -232,13 +236,13 @@ class PipelineStage:
 
     @property
     def n_inside(self) -> int:
-        """Exits inside the stage that has most of them."""
+        """Number of exits inside the stage with the most of them."""
         p = self.partition
         return max(len(p.on(i, INSIDE)) for i in range(p.stages))
 
     @functools.cached_property
     def kinds(self) -> tuple[tuple[_Kind, ...], dict[int, int]]:
-        """Kinds of exits with one program each, and the kind of every exit."""
+        """Return the kinds of exits with one program each, and the kind of every exit."""
         found: dict[tuple, int] = {}
         kinds, of_exit = [], {}
         c = self.config
@@ -249,7 +253,7 @@ class PipelineStage:
             final = e == c.n_exits
             early = () if final else dataclasses.astuple(c.exits[e])[1:]
             block = not final and c.exits[e].block
-            # A block's window and angles may be its own; dropout is drawn by the exit's number.
+            # A block may have its own window and angles; dropout is drawn by the exit's number.
             alone = (c.exit_window(e), c.exit_rope(e), e if c.dropout else None) if block else ()
             key = (final, early, table, parts, alone)
             if key not in found:
@@ -258,10 +262,10 @@ class PipelineStage:
             of_exit[e] = found[key]
         return tuple(kinds), of_exit
 
-    def exit_loss(self, kind: _Kind, own: Tree, table, h, labels, weight, context, taught):
-        """(weighted loss, (sum [1])) of an exit of a kind, from its parameters and its state.
+    def exit_loss(self, kind: _Kind, own: Tree, table, h, labels, weight, context, teacher_state):
+        """Return (weighted loss, (sum [1])) of an exit of a kind, from its parameters and state.
 
-        taught: what leaves the last stage, where the exit is distilled from that.
+        `teacher_state` is the output of the last stage, if the exit is distilled from it.
         """
         e, c = kind.exit, self.config
         tree, teacher = self.exit_tree(e, own, table), None
@@ -270,10 +274,10 @@ class PipelineStage:
             return exits.state(tree, c, e, h, context, axes=self.axes)
 
         state = transformer.rematerialised(read, self.pipeline.remat)(h)
-        if taught is not None and e != c.n_exits:
-            assert self.final is not None, "what is taught comes with the final exit"
+        if teacher_state is not None and e != c.n_exits:
+            assert self.final is not None, "distillation needs the final exit's parameters"
             final = self.exit_tree(c.n_exits, *self.final)
-            h = exits.state(final, c, c.n_exits, taught, context, axes=self.axes)
+            h = exits.state(final, c, c.n_exits, teacher_state, context, axes=self.axes)
             teacher = Teacher(h, exits.head(final, c, c.n_exits))
         return exits_loss(
             tree,
@@ -289,7 +293,7 @@ class PipelineStage:
         )
 
     def exit_tree(self, e: int, own: Tree, table: jax.Array) -> Tree:
-        """A model's parameters, of which exit e reads the same."""
+        """Return a tree in a model's form from which exit e reads its parameters."""
         c, tree = self.config, {"embed": {TOKENS: table}, "shared_head": table}
         whole = dict(own) | ({"head": table} if exits.head_name(c, e) == "own" else {})
         if e == c.n_exits:
@@ -297,10 +301,8 @@ class PipelineStage:
         return tree | {"exits": {c.exits[e].name: whole}}
 
     def final_exit(self) -> tuple[Tree, jax.Array]:
-        """(own parameters, table) of the final exit, which the last stage sends to the others.
-
-        A table that is on every stage with an exit is not sent.
-        """
+        """Return (own parameters, table) of the final exit, sent by the last stage to the others; a
+        table that is on every stage with an exit is not sent."""
         e, slots = self.config.n_exits, self.layout.slots
         name = table_name(self.config, e)
         group, slot = self.layout.find(name, self.partition.stages - 1)
@@ -322,15 +324,15 @@ class PipelineStage:
         return jax.tree.map(from_last, own), table
 
     def exit_branches(self, weights: jax.Array, refs: Tree | None) -> list[Callable]:
-        """One for each kind: (h, m, exit's place among the weights, what it is distilled from or
-        None) -> (gradient on h, loss, sum).
+        """Return a function for each kind of exit.
 
-        With `refs`, the gradients of the exit's parameters are added to these. The gradient on h is
-        None where nothing is trained below.
+        It takes (h, m, the exit's index among the weights, the teacher's state or None) and returns
+        (gradient on h, loss, sum). With `refs`, gradients of the exit's parameters are added to
+        these. The gradient on h is None if nothing below is trained.
         """
         return [functools.partial(self._exit, k, weights, refs) for k in self.kinds[0]]
 
-    def _exit(self, kind: _Kind, weights, refs, h, m, which, taught):
+    def _exit(self, kind: _Kind, weights, refs, h, m, which, teacher_state):
         labels = lax.dynamic_index_in_dim(self.batch["labels"], m, 0, keepdims=False)
         weight = lax.dynamic_slice_in_dim(weights, which, 1)
         if self.factors is not None:
@@ -345,7 +347,7 @@ class PipelineStage:
         table = self.params[group][slot]
 
         def loss(own, table, h):
-            return self.exit_loss(kind, own, table, h, labels, weight, context, taught)
+            return self.exit_loss(kind, own, table, h, labels, weight, context, teacher_state)
 
         if refs is None:
             total, sums = loss(own, table, h)
@@ -353,7 +355,7 @@ class PipelineStage:
         given = {"own": own}
         if group in self.trained:
             given["table"] = table
-        if "layers" in self.trained:  # else nothing below the exit asks for the gradient on h
+        if "layers" in self.trained:  # else nothing below the exit needs the gradient on h
             given["h"] = h
 
         def of(given):
@@ -367,12 +369,10 @@ class PipelineStage:
         return grads.get("h"), total, sums[0]
 
     def items(self, *at: str) -> dict[str, jax.Array]:
-        """This stage's exits `at` such places, as arrays [n] with n those of the stage that has
-        most; {} where no stage has one.
-
-        kind: of its program, -1 where there is no more exit; which: its place among the exits with
-        a loss; output, input: whether it reads what leaves or what enters the stage; begins:
-        whether it is the first to read that; slot: among the states inside the stage.
+        """Return this stage's exits `at` such places: arrays [n], n the largest number; or {}.
+        kind: number of its program, -1 for padding; which: index among the exits with a loss;
+        output, input: whether it reads the stage's output or input; begins: whether it is the
+        first to read that; slot: index among the states inside the stage.
         """
         p, rows = self.partition, []
         for i in range(p.stages):
@@ -410,17 +410,17 @@ class PipelineStage:
         totals: Totals,
         read: Callable,
         write: Callable,
-        taught: jax.Array | None = None,
+        teacher_state: jax.Array | None = None,
     ) -> tuple[Tree, Totals]:
-        """This stage's `items` on microbatch m, none where m < 0: (kept, totals).
+        """Run this stage's `items` on microbatch m, none if m < 0, and return (kept, totals).
 
-        read(item, kept) is what an exit reads; write(item, kept, gradient) keeps the gradient on
-        it; taught: what leaves the last stage, where exits are distilled from that.
+        read(item, kept) returns an exit's input; write(item, kept, gradient) keeps the gradient on
+        it. `teacher_state` is the output of the last stage, if exits are distilled from it.
         """
 
         def one(carry, item):
             def work(branch, kept, totals):
-                g, loss, ce = branch(read(item, kept), m, item["which"], taught)
+                g, loss, ce = branch(read(item, kept), m, item["which"], teacher_state)
                 square = 0.0 if g is None else jnp.sum(jnp.square(g.astype(jnp.float32)))
                 at = jnp.arange(totals.sums.size) == item["which"]
                 if self.factors is not None:
@@ -436,8 +436,8 @@ class PipelineStage:
                 )
                 return write(item, kept, g), totals
 
-            # One choice of two after the other: XLA copies what passes through a choice of more,
-            # and the gradients of tables do.
+            # A chain of two-way conditionals: XLA copies what passes through one of more branches,
+            # such as the gradients of tables.
             kind = jnp.where(m >= 0, item["kind"], -1)
             for k, branch in enumerate(branches):
                 carry = when(kind == k, functools.partial(work, branch), *carry)
@@ -449,10 +449,9 @@ class PipelineStage:
 
 
 def _load(pair: tuple[Tree, Tree]) -> Tree:
-    """The parameters of (masters, parameters), which have the masters' gradient.
+    """Return the parameters of (masters, parameters), whose gradient goes to the masters.
 
-    Other than a cast's, that gradient is added up in float32 whatever remat does, and no cast value
-    is kept for it.
+    Unlike a cast's, it is added up in float32 whatever remat does, and keeps no cast value.
     """
     return jax.tree.map(_stand_in, *pair)
 
@@ -470,8 +469,8 @@ def add_row(row: int | types.EllipsisType, ref, update: jax.Array) -> None:
 
 
 def vary_over(tree: Tree, specs: Any) -> Tree:
-    """Values that vary over data and pipe, if they do not yet: no sum over these axes may hide in
-    the backward pass of a branch that only some stages take."""
+    """Mark values as varying over data and pipe: no sum over these axes may hide in the backward
+    pass of a branch that only some stages take."""
 
     def one(a, spec):
         missing = tuple(axis for axis in (DATA, PIPE) if axis not in _cut_over(spec))
@@ -483,8 +482,8 @@ def vary_over(tree: Tree, specs: Any) -> Tree:
 
 
 def sum_over(grads: Tree, specs: Tree, parts: Tree) -> Tree:
-    """Gradients summed over the axes that their parameters do not lie cut over; of those that
-    `parts` cut over data, too, each device's part."""
+    """Sum gradients over the axes that do not split their parameters, or give each device its part
+    of the sum over data, as `parts` says."""
 
     def one(g, spec, part):
         if PIPE not in _cut_over(spec):

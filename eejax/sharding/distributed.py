@@ -1,8 +1,8 @@
 """Several processes of one run: how they find each other, agree, and end together.
 
-Every process runs the same program (JAX's multi-controller runtime) and must make the calls of
-this module in the same order. In a single process each of them is what its name says at no cost.
-Process 0 is the one that writes, prints and decides where one must.
+Every process runs the same program (JAX's multi-controller runtime) and must make the calls of this
+module in the same order. In a single process each call does nothing beyond its name and costs
+nothing. Process 0 writes, prints and decides where one process must.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ AGAIN = (
     "Its own output says why. Start the same command again in every process: training resumes "
     "from the last checkpoint."
 )
-_WEEK = 7 * 24 * 3600  # waiting for process 0, which may be tokenizing; a death ends it earlier
-_GRACE = 10  # seconds that a process which failed waits for others that fail alike
+_WEEK = 7 * 24 * 3600  # limit of waiting for process 0, which may be tokenizing; a death ends it
+_GRACE = 10  # seconds that a failed process waits for others that fail alike
 _barriers = itertools.count()
 
 
@@ -46,15 +46,15 @@ _barriers = itertools.count()
 class Processes:
     """Address by which a process finds the others of its run.
 
-    With none of the first three they come from the cluster (Slurm, Open MPI, Kubernetes, Cloud
-    TPU), as JAX detects it.
+    Without the first three, JAX detects them from the cluster (Slurm, Open MPI, Kubernetes, Cloud
+    TPU).
 
     Attributes:
       coordinator: 'HOST:PORT' of process 0, reachable from all.
       processes: number of processes.
       process: number of this one.
       connect_seconds: time for all of them to start.
-      heartbeat_seconds: a process without a sign of life for this long counts as dead, and the
+      heartbeat_seconds: time without a sign of life after which a process counts as dead and the
         others end.
     """
 
@@ -92,12 +92,13 @@ class Processes:
 
 
 def start(how: Processes) -> None:
-    """Joins this process to its run; before anything that touches a device.
+    """Join this process to its run, before anything touches a device.
 
-    Where processes do not come together, or one dies later, JAX ends this process by itself:
-    what to do then is printed as its last line.
+    If the processes do not come together, or one dies later, JAX itself ends this process, and the
+    last line that is printed says what to do.
 
-    Raises `ConfigError` where no cluster is detected or the coordinator cannot be reached.
+    Raises:
+      ConfigError: if no cluster is detected or the coordinator cannot be reached.
     """
     if how.coordinator is not None:
         _check_reachable(how)
@@ -107,7 +108,7 @@ def start(how: Processes) -> None:
         f"{how.connect_seconds} s. Start all of them, with the same coordinator and processes and "
         "each with its own process, and let the network pass that port."
     )
-    # Its handler of SIGTERM would keep a process alive that is asked to end; the loop has its own.
+    # Its SIGTERM handler would keep a process alive that is told to end; the loop has its own.
     jax.config.update("jax_enable_preemption_service", False)
     try:
         jax.distributed.initialize(
@@ -138,7 +139,7 @@ def is_multiprocess() -> bool:
 
 
 def index() -> int:
-    """The number of this process; 0 where it is alone."""
+    """Return the number of this process, 0 in a single process."""
     return jax.process_index() if is_multiprocess() else 0
 
 
@@ -148,7 +149,7 @@ def is_first() -> bool:
 
 
 def wait(seconds: int = _WEEK) -> None:
-    """Wait on the host until every process has called this; devices must not wait for long."""
+    """Wait on the host until every process has called this, because devices must not wait long."""
     if is_multiprocess():
         _barrier(f"eejax/{next(_barriers)}", seconds)
 
@@ -159,17 +160,18 @@ def agree(value: T) -> T:
         return value
     data = np.frombuffer(pickle.dumps(value) if is_first() else b"", np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    # Few different lengths, each of which is a program.
+    # A power of two, because each length compiles a program.
     padded = np.zeros(1 << max(10, size.bit_length()), np.uint8)
     padded[: len(data)] = data
     return pickle.loads(multihost_utils.broadcast_one_to_all(padded)[:size].tobytes())
 
 
 def broadcast_from_process_zero(do: Callable[[], T]) -> T:
-    """`do()`, called in process 0 alone while the others wait; its error is raised in all."""
+    """Return `do()` of process 0, which alone calls it while the others wait; all raise its
+    error."""
     if not is_multiprocess():
         return do()
-    made: list[T] = []  # empty where `do` failed
+    made: list[T] = []  # empty if `do` failed
     error = None
     if is_first():
         try:
@@ -193,10 +195,10 @@ def anyone(flag: bool) -> bool:
 
 
 class MaxVote:
-    """The largest of the numbers that the processes give, without waiting for it.
+    """The maximum of a number over all processes, computed without waiting.
 
-    `cast` adds a tiny computation behind what the devices have to do; its result is the same in
-    all processes.
+    `cast` enqueues a tiny computation behind the work of the devices; its result is the same in all
+    processes.
     """
 
     def __init__(self, mesh: Mesh):
@@ -210,10 +212,10 @@ class MaxVote:
 
 
 def shard(mesh: Mesh) -> tuple[int, int]:
-    """(index, count): the part of a batch's rows that lies on this process's devices.
+    """Return (index, count), the part of a batch's rows that lies on this process's devices.
 
-    (0, 1), all rows, where these are not one of `count` equal parts: pipeline stages on several
-    hosts read the same rows, and a mesh of any order is served that way.
+    It is (0, 1), all rows, if they are not one of `count` equal parts: pipeline stages on several
+    hosts read the same rows, and this also serves a mesh of any other order.
     """
     size = mesh.shape[DATA]
     places = NamedSharding(mesh, P(DATA)).addressable_devices_indices_map((size,))
@@ -222,9 +224,9 @@ def shard(mesh: Mesh) -> tuple[int, int]:
 
 
 def part_of(chosen: Collection[int], size: int) -> tuple[int, int]:
-    """(index, count): the one of `count` equal parts of range(size) that is `chosen`.
+    """Return (index, count), which of `count` equal parts of range(size) `chosen` is.
 
-    (0, 1), all of it, where none is.
+    It is (0, 1), the whole range, if it is none.
     """
     n, first = len(chosen), min(chosen, default=0)
     if not n or set(chosen) != set(range(first, first + n)) or size % n or first % n:
@@ -233,7 +235,7 @@ def part_of(chosen: Collection[int], size: int) -> tuple[int, int]:
 
 
 def check_mesh(mesh: Mesh) -> None:
-    """Raise `ConfigError` where several processes run and `mesh` lacks some of their devices."""
+    """Raise `ConfigError` if several processes run and `mesh` lacks some of their devices."""
     if is_multiprocess() and mesh.size != jax.device_count():
         sizes = tuple(mesh.shape.values())
         raise ConfigError(
@@ -244,7 +246,7 @@ def check_mesh(mesh: Mesh) -> None:
 
 
 def lost(error: BaseException) -> str | None:
-    """Return the message for an `error` that another process's end caused; else None."""
+    """Return the message for an `error` that another process's end caused, else None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
         cause = cause.__cause__
@@ -259,10 +261,10 @@ def lost(error: BaseException) -> str | None:
 
 
 def leave(status: int, *, alone: bool) -> None:
-    """After an error was printed: ends this process, and soon the others too.
+    """End this process after an error was printed, and soon the others too.
 
-    Those that fail alike end side by side. Where they do not come, or with `alone`, this one goes
-    at once: waiting for them as at an orderly end would be waiting for what waits for this one.
+    Processes that fail alike end together. If the others do not fail, or with `alone`, this one
+    ends at once: an orderly end would wait for processes that wait for this one.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -274,7 +276,7 @@ def leave(status: int, *, alone: bool) -> None:
 def meet() -> bool:
     """Wait a moment for the other processes to fail alike, and return whether they did.
 
-    Where this process is ended meanwhile, it says nothing more.
+    If this process is ended meanwhile, it prints nothing more.
     """
     _say_at_abort("")
     with contextlib.suppress(Exception):
@@ -288,16 +290,19 @@ def _barrier(name: str, seconds: int) -> None:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """The error, or where it does not survive pickling a RuntimeError that tells of it."""
+    """Return the error, or a RuntimeError with its text if it cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
         return error
-    except Exception:  # whatever the error's own class raises on its way
+    except Exception:  # the error's class may raise anything
         return RuntimeError(f"process 0: {type(error).__name__}: {error}")
 
 
 def _check_reachable(how: Processes) -> None:
-    """JAX would end the process where it cannot connect, with a stack trace."""
+    """Raise `ConfigError` if the coordinator cannot be reached.
+
+    JAX would end the process with a stack trace instead.
+    """
     host, port = how.address
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -339,12 +344,12 @@ _last_words: bytes | None = None
 
 
 def _say_at_abort(line: str) -> None:
-    """Make `line` the last that this process prints if the runtime aborts it.
+    """Make `line` the last one that this process prints if the runtime aborts it.
 
-    The runtime ends a process from a thread of C++ when another one is dead, whatever Python
-    does; there is no exception to catch. It goes through abort(), which calls the handler of
-    SIGABRT in that very thread, outside of Python's lock, so that Python code may run in it.
-    Python's own handlers would wait for the main thread, which waits for the dead process.
+    When another process is dead, the runtime ends this one from a C++ thread, whatever Python does;
+    there is no exception to catch. It calls abort(), which runs the handler of SIGABRT in that
+    thread, outside Python's lock, so Python code may run in it. Python's own signal handlers would
+    wait for the main thread, which waits for the dead process.
     """
     global _last_words
     if _last_words is None:

@@ -19,13 +19,13 @@ class Layout:
     """Dimensions that the mesh's axes shard beside batch, layers and matrices.
 
     Attributes:
-      sequence: between its matrix products a layer holds only a part of the positions on each shard
-        of the model axis (Korthikanti et al. 2022), which saves memory and no communication. It has
-        no effect where that axis has one device.
-      shard_optimizer: optimizer moments and averaged parameters are sharded over the data axis
-        (ZeRO-1, Rajbhandari et al. 2020), with the same communication.
-      shard_params: the parameters too (ZeRO-3), gathered layer by layer in each forward and
-        backward pass (with train.remat "none", which keeps them, in the forward pass alone).
+      sequence: whether a layer holds, between its matrix products, only a part of the positions on
+        each shard of the model axis (Korthikanti et al. 2022). It saves memory but no
+        communication, and has no effect if that axis has one device.
+      shard_optimizer: whether optimizer moments and averaged parameters are sharded over the data
+        axis (ZeRO-1, Rajbhandari et al. 2020), with the same communication.
+      shard_params: whether parameters are sharded too (ZeRO-3), and gathered layer by layer in each
+        forward and backward pass (in the forward pass only with train.remat "none").
     """
 
     sequence: bool = False
@@ -37,12 +37,12 @@ class Layout:
 
     @property
     def params_over(self) -> str | None:
-        """The axis that parameters are spread over."""
+        """Name of the axis that parameters are spread over, or None."""
         return DATA if self.shard_params else None
 
     @property
     def moments_over(self) -> str | None:
-        """The axis that moments and averages are spread over: at least where parameters are."""
+        """Name of the axis that moments and averages are spread over, always if parameters are."""
         return DATA if self.shard_optimizer or self.shard_params else None
 
 
@@ -70,29 +70,29 @@ class MeshConfig(Layout):
             "MeshConfig.shard_params",
             self.shard_params,
             f"must be False with mesh.pipe = {self.pipe}",
-            "Stages would gather their layers anew for every microbatch; shard_optimizer spreads "
-            "what they hold beside them.",
+            "Stages would gather their layers again for every microbatch; shard_optimizer spreads "
+            "their optimizer state.",
         )
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(data, pipe, model)."""
+        """Sizes of the axes (data, pipe, model)."""
         return (self.data, self.pipe, self.model)
 
     @property
     def size(self) -> int:
-        """Devices the mesh takes."""
+        """Number of devices of the mesh."""
         return math.prod(self.shape)
 
 
 def make_mesh(
     config: MeshConfig,
-    # To type checkers `jax.Device` is a variable.
+    # Type checkers take `jax.Device` for a variable.
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> Mesh:
-    """A mesh with axes (data, pipe, model) over the first `config.size` devices.
+    """Return a mesh with axes (data, pipe, model) over the first `config.size` devices.
 
-    Devices beyond those stay unused. Raises `ConfigError` where there are too few.
+    Further devices stay unused. Raises `ConfigError` if there are too few.
     """
     devices = jax.devices() if devices is None else list(devices)
     if len(devices) < config.size:
@@ -101,7 +101,7 @@ def make_mesh(
             f"has {len(devices)} ({devices[0].device_kind}). Make the mesh smaller, or on a CPU "
             f"set XLA_FLAGS=--xla_force_host_platform_device_count={config.size}."
         )
-    # Auto: every computation on the mesh is a fully manual shard_map, which types its own values.
+    # Auto, because every computation on the mesh is a fully manual shard_map with types of its own.
     return jax.make_mesh(
         config.shape,
         MESH_AXES,
@@ -111,18 +111,18 @@ def make_mesh(
 
 
 def known_mesh(mesh: MeshConfig | Mesh) -> Mesh:
-    """The mesh, made if it is a `MeshConfig`. Raises ConfigError for what is none of eejax's."""
+    """Return the mesh, made if it is a `MeshConfig`. Raises ConfigError for any other mesh."""
     known = isinstance(mesh, MeshConfig | Mesh)
     require(known, "mesh", mesh, "must be a MeshConfig or a jax.sharding.Mesh")
     if isinstance(mesh, MeshConfig):
         return make_mesh(mesh)
     named = mesh.axis_names == MESH_AXES
-    require(named, "mesh", mesh, f"must have the axes {MESH_AXES}", "See sharding.mesh.make_mesh.")
+    require(named, "mesh", mesh, f"must have the axes {MESH_AXES}", "Use sharding.mesh.make_mesh.")
     return mesh
 
 
 def mesh_axes(mesh: Mesh | AbstractMesh, layout: Layout = DEFAULT) -> Axes:
-    """The axis names for code inside a `shard_map` over `mesh`; None for axes of size 1.
+    """Return the axis names for code inside a `shard_map` over `mesh`, None for axes of size 1.
 
     An axis of one device needs no communication, so the same program runs without it.
     """

@@ -1,4 +1,4 @@
-"""Which mesh axis each logical axis lies on, and the shardings that follow."""
+"""Rules that map logical axes to mesh axes, and the shardings that follow."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from eejax.common.axes import MESH_AXES, MODEL, PIPE
 from eejax.common.errors import ConfigError
 from eejax.common.trees import Tree, path_name
 
-# Letters as in eejax.common.axes. Megatron's layout: heads, feed-forward and vocabulary are cut
-# into tensor-parallel shards, layers into pipeline stages, everything else is whole on every
-# device of its shard.
+# Letters as in eejax.common.axes. Megatron's layout: heads, feed-forward and vocabulary are split
+# into tensor-parallel shards, layers into pipeline stages; all else is whole on every device.
 RULES: Mapping[str, str | None] = {
     "l": PIPE,
     "p": PIPE,
@@ -29,12 +28,12 @@ RULES: Mapping[str, str | None] = {
     "t": None,
 }
 
-# Logical axes that may have fewer members than the mesh axis has devices: where these come in equal
-# groups for each member, the axis is whole on every device, which takes the member it needs.
-# Query heads of one group read the same key/value head (`models.layers.self_attention`).
+# Logical axes that may have fewer members than the mesh axis has devices. If each member has an
+# equal group of devices, the axis is whole on every device, which takes the member it needs. Query
+# heads of one group read the same key/value head (`models.layers.self_attention`).
 SHARED = ("k",)
 
-# What else can be set where a logical axis does not divide by so many devices.
+# Alternatives for errors about a logical axis that does not divide by the number of devices.
 OTHERWISE: Mapping[str, str] = {
     "n": ", or another model.n_heads",
     "k": ", or another model.n_kv_heads",
@@ -50,11 +49,19 @@ def spec(
     mesh_shape: Mapping[str, int],
     rules: Mapping[str, str | None] = RULES,
 ) -> PartitionSpec:
-    """The `PartitionSpec` of one parameter, of a logical axis (or None) for each dimension.
+    """Return the `PartitionSpec` of a parameter.
 
-    `name` is what errors call the parameter. An axis of `SHARED` that has fewer members than there
-    are devices, and groups of devices for each, is left whole. Raises `ConfigError` where a logical
-    axis has no rule, two dimensions fall on the same mesh axis, or one does not divide by it.
+    Args:
+      name: name of the parameter in errors.
+      shape: its shape.
+      axes: a logical axis, or None, for each dimension. An axis of `SHARED` with fewer members than
+        devices, and an equal group of devices for each, is left whole.
+      mesh_shape: number of devices by mesh axis.
+      rules: mesh axis by logical axis.
+
+    Raises:
+      ConfigError: if a logical axis has no rule, two dimensions map to the same mesh axis, or a
+        dimension does not divide by it.
     """
     if len(axes) != len(shape):
         raise ConfigError(
@@ -98,7 +105,7 @@ def spec(
                 f"{OTHERWISE.get(logical, '').format(mesh_shape[axis])}."
             )
         placed[axis] = logical
-        # An axis of one device cuts nothing. Left out, values do not count as varying over it.
+        # An axis of one device splits nothing. Left out, values do not count as varying over it.
         entries.append(axis if mesh_shape[axis] > 1 else None)
     return PartitionSpec(*entries)
 
@@ -110,8 +117,11 @@ def spread(
     axis: str,
     start: int = 0,
 ) -> PartitionSpec:
-    """`spec` with the first dimension, from `start` on, that no axis cuts and that divides by
-    `axis` cut by it too; where there is none, `spec` itself."""
+    """Return `spec` with one more dimension split over `axis`.
+
+    It is the first dimension, from `start` on, that no axis splits and that divides by `axis`;
+    without one, `spec` is returned unchanged.
+    """
     entries = [*spec, *(None,) * (len(shape) - len(spec))]
     if mesh.shape[axis] == 1 or axis in entries:
         return spec
@@ -128,10 +138,11 @@ def specs(
     *,
     rules: Mapping[str, str | None] = RULES,
 ) -> Tree:
-    """A tree of `PartitionSpec`s for a tree of declared parameters (leaves with shape and axes).
+    """Return a tree of `PartitionSpec`s for a tree of declared parameters (leaves with shape and
+    axes).
 
-    Parameters are also spread over the mesh axes `over`, if there are any, but never layers from
-    each other: a layer of a stack is gathered and saved by itself.
+    Parameters are also spread over the mesh axes `over`, if there are any, but layers are never
+    separated: a layer of a stack is gathered and saved by itself.
     """
     more = () if over is None else (over,) if isinstance(over, str) else over
     mesh_shape = {axis: mesh.shape[axis] for axis in MESH_AXES}
@@ -146,7 +157,7 @@ def specs(
 
 
 def shardings(specs: Tree, mesh: Mesh | AbstractMesh) -> Tree:
-    """A tree of `NamedSharding`s for a tree of `PartitionSpec`s."""
+    """Return a tree of `NamedSharding`s for a tree of `PartitionSpec`s."""
     return jax.tree.map(
         lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -155,9 +166,9 @@ def shardings(specs: Tree, mesh: Mesh | AbstractMesh) -> Tree:
 def structs(
     declaration: Tree, mesh: Mesh | AbstractMesh, over: str | tuple[str, ...] | None = None
 ) -> Tree:
-    """float32 shape structs, with their shardings on `mesh`, of a tree of declared parameters.
+    """Return float32 shape structs of declared parameters, with their shardings on `mesh`.
 
-    `over` as in `specs`.
+    `over` is as in `specs`.
     """
     return jax.tree.map(
         lambda p, s: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=s),
@@ -168,7 +179,7 @@ def structs(
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
+    """Return the sharding of a value that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 

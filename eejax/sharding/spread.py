@@ -1,7 +1,7 @@
 """Parameters that lie in parts on the devices of a mesh axis, and are gathered where they are used.
 
 Fully sharded data parallelism (Rajbhandari et al. 2020, ZeRO-3; Zhao et al. 2023), inside a manual
-`shard_map`: the forward pass gathers a parameter, and the transpose of that hands each device the
+`shard_map`: the forward pass gathers a parameter, and the transpose of that gives each device the
 sum of its own part of the gradient.
 """
 
@@ -20,10 +20,14 @@ from eejax.common.trees import Tree
 
 
 class Spread(flax.struct.PyTreeNode):
-    """This device's `part` of a float32 parameter, which is cut over the mesh axis `axis`.
+    """This device's part of a float32 parameter that is split over a mesh axis.
 
-    dim: the dimension that is cut, counted from the end, so that it is the same for a stack of
-    layers and for one of them. dtype: what the parameter is gathered as.
+    Attributes:
+      part: the local array.
+      dim: the dimension that is split, counted from the end, so that it is the same for a stack of
+        layers and for one of them.
+      axis: the mesh axis.
+      dtype: dtype in which the parameter is gathered.
     """
 
     part: jax.Array
@@ -42,7 +46,8 @@ def is_spread(node: Any) -> bool:
 
 
 def parted(tree: Tree, specs: Tree, axis: str) -> Tree:
-    """Local arrays that their specs cut over `axis` as `Spread`, the others as they are."""
+    """Return local arrays that their specs split over `axis` as `Spread`, and the others as they
+    are."""
 
     def one(a: jax.Array, spec: PartitionSpec):
         return Spread(a, spec.index(axis) - a.ndim, axis) if axis in spec else a
@@ -51,7 +56,7 @@ def parted(tree: Tree, specs: Tree, axis: str) -> Tree:
 
 
 def gathered(tree: Tree) -> Tree:
-    """The tree with every `Spread` whole."""
+    """Return the tree with every `Spread` gathered."""
 
     def one(a):
         return _gather(a.part, a.dim, a.axis, a.dtype) if is_spread(a) else a
@@ -60,13 +65,13 @@ def gathered(tree: Tree) -> Tree:
 
 
 def parts(tree: Tree) -> Tree:
-    """The tree with the part of every `Spread`: the local arrays that `parted` was given."""
+    """Return the tree with the part of every `Spread`, the inverse of `parted`."""
     return jax.tree.map(lambda a: a.part if is_spread(a) else a, tree, is_leaf=is_spread)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _gather(part: jax.Array, dim: int, axis: str, dtype: Any) -> jax.Array:
-    """Sent in the dtype of computation; the gradient is summed in float32, whatever that is."""
+    """Gather a parameter in the dtype of computation; its gradient is always summed in float32."""
     return lax.all_gather(part.astype(dtype), axis, axis=part.ndim + dim, tiled=True)
 
 

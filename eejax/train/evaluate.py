@@ -44,7 +44,7 @@ class Evaluation:
         return tuple(loss * scale for loss in self.losses)
 
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
-        """'eval/loss/exit_3' and the like."""
+        """Return metrics with names such as 'eval/loss/exit_3'."""
         tables = {
             "loss": self.losses,
             "perplexity": self.perplexities,
@@ -102,10 +102,10 @@ def evaluate_mixture(
     names: Iterable[str],
     byte_lengths: np.ndarray,
 ) -> Evaluation:
-    """`evaluate` of each (weight, batches), and the mean of the losses by weight.
+    """Return `evaluate` of each (weight, batches), and the mean of the losses by weight.
 
-    A token of one part stands for as many bytes as it does there, so that bits per byte, too, are
-    those of text mixed by these weights.
+    A token of a part counts as many bytes as it has there, so that bits per byte are also those of
+    text mixed by these weights.
     """
     names, found = tuple(names), []
     for weight, batches in parts:

@@ -26,7 +26,7 @@ PEAKS = {
 
 
 def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float = 1.0) -> float:
-    """Model FLOPs of one training token (forward and backward) in sequences of `length`.
+    """Return the model FLOPs of one training token (forward and backward) in sequences of `length`.
 
     6 N + 12 * sum over layers of n * h * s, the count of PaLM (Chowdhery et al. 2022, Appendix B):
     N is the number of weights a token is multiplied with, which includes every exit's parameters
@@ -49,12 +49,13 @@ def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float =
 
 
 def exit_heads_flops_per_token(config: ModelConfig, exit_tokens: float = 1.0) -> float:
-    """The part of `model_flops_per_token` that is the products with the heads of early exits."""
+    """Return the part of `model_flops_per_token` in the products with the heads of early exits."""
     return 6.0 * config.n_exits * exit_tokens * config.padded_vocab * config.d_model
 
 
 def _mean_seen(length: int, window: int | None) -> float:
-    """Mean over queries 0..length-1 of the positions each sees, itself included."""
+    """Return the mean over queries 0..length-1 of the positions that each sees, including its
+    own."""
     w = length if window is None else min(window, length)
     return (w * (w + 1) / 2 + (length - w) * w) / length
 
@@ -63,10 +64,11 @@ def peak_flops(
     # To type checkers `jax.Device` is a variable, here and below.
     devices: Sequence[jax.Device],  # pyright: ignore[reportInvalidTypeForm]
 ) -> float | None:
-    """FLOPs per second of all `devices` together; None where they are not known.
+    """Return the FLOPs per second of all `devices` together; None if they are unknown.
 
-    Accelerators: the dense bf16 rate of their data sheet. CPUs have none worth the name: the
-    rate of a large float32 matrix product is measured, for all fake devices of the one machine.
+    For accelerators it is the dense bf16 rate of the data sheet. CPUs have no useful data sheet:
+    the rate of a large float32 matrix product is measured, for all fake devices of the machine
+    together.
     """
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":

@@ -89,9 +89,9 @@ class CompiledMemory:
 
 
 def training_memory(experiment: Experiment) -> TrainingMemory:
-    """The estimate for `experiment` on its own mesh, whatever devices this machine has.
+    """Return the estimate for `experiment` on its own mesh, whatever devices this machine has.
 
-    Raises `ConfigError` for a mesh or a batch that training would refuse, too.
+    Raises `ConfigError` for a mesh or a batch that training would also refuse.
     """
     mesh = AbstractMesh(
         experiment.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
@@ -148,9 +148,9 @@ def compile_step(
     # To type checkers `jax.Device` is a variable.
     devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
 ) -> jax.stages.Compiled:
-    """The training step of `experiment`, compiled for its mesh from shapes; nothing is allocated.
+    """Compile the training step of `experiment` for its mesh from shapes; nothing is allocated.
 
-    Raises `ConfigError` where there are too few `devices` (default: all).
+    Raises `ConfigError` if there are too few `devices` (default: all).
     """
     program = Program(experiment, make_mesh(experiment.mesh, devices))
     shape = experiment.train.batch_size, experiment.data.length
@@ -163,7 +163,7 @@ def compile_step(
 
 
 def device_bytes(tree: Tree) -> int:
-    """Bytes that each device holds of a tree of shape structs or arrays with shardings."""
+    """Return the bytes that each device holds of shape structs or arrays with shardings."""
 
     def one(a):
         return math.prod(a.sharding.shard_shape(a.shape)) * jnp.dtype(a.dtype).itemsize
@@ -197,10 +197,12 @@ def _on_a_device(measure: Callable[..., Any], mesh: Mesh | AbstractMesh, specs: 
 
 
 def _kept(program: Program, rows: int) -> _SavedBytes:
-    """Bytes kept between the forward and the backward pass of `rows` sequences on one device.
+    """Return the bytes kept between the forward and the backward pass of `rows` sequences on a
+    device.
 
-    Inputs that are kept, parameters above all, are counted with the state. Copies of the weights
-    are told apart by making them first: what is cast already is not cast again.
+    Inputs that are kept, mainly parameters, are counted with the state. Copies of the weights are
+    made before, so that they can be told from inputs: a weight that is cast already is not cast
+    again.
     """
     experiment, scope, config = program.experiment, program.scope, program.scope.config
     mesh, layout = program.mesh, experiment.mesh
@@ -269,13 +271,13 @@ def _kept_on_stages(program: Program, rows: int) -> _SavedBytes:
 
 
 def _without(tree: Tree, given: Tree) -> list[jax.Array]:
-    """The leaves of `tree`, each once, except those that are leaves of `given`."""
+    """Return the leaves of `tree`, each once, except those that are leaves of `given`."""
     known = {id(a) for a in jax.tree.leaves(given)}
     return list({id(a): a for a in jax.tree.leaves(tree) if id(a) not in known}.values())
 
 
 def _one_layer(program: Program, rows: int) -> int:
-    """Bytes of one layer while its backward pass runs, beyond what was kept for it.
+    """Return the bytes of one layer while its backward pass runs, beyond those kept for it.
 
     The scores of one block of queries, their exponentials and the gradient of either, in float32;
     what the layer keeps without rematerialisation but did not keep with it; and the layer itself
@@ -310,8 +312,11 @@ def _one_layer(program: Program, rows: int) -> int:
 
 
 def _logits(program: Program, tokens: int) -> int:
-    """Bytes of one chunk of float32 logits [n, v] and of its gradient (losses.cross_entropy), of
-    the teacher's logits where an exit is distilled, and of a table that is gathered."""
+    """Return the bytes of one chunk of float32 logits [n, v] and of its gradient
+    (losses.cross_entropy).
+
+    They include the teacher's logits if an exit is distilled, and a table that is gathered.
+    """
     config, mesh = program.experiment.model, program.mesh
     rows = config.padded_vocab // mesh.shape[MODEL]
     arrays = 3 if program.experiment.loss.distillation and config.n_exits else 2

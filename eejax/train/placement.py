@@ -44,18 +44,21 @@ class Placement:
         return join(*self.declarations)
 
     def place(self, tree: Tree) -> Tree:
-        """Trained or frozen parameters, or anything of their tree, from the model's places."""
+        """Move trained or frozen parameters, or anything of their tree, from the model's places."""
         stages = self.stages
         return tree if stages is None else self._moved(stages, stages.to_stages, tree)
 
     def take(self, tree: Tree) -> Tree:
-        """The inverse of `place`."""
+        """Invert `place`."""
         stages = self.stages
         return tree if stages is None else self._moved(stages, stages.from_stages, tree)
 
     def _moved(self, stages: StageLayout, move: Callable[[Tree], Tree], tree: Tree) -> Tree:
-        """move(tree), in which layers come to other rows of uneven stages' stacks. Meanwhile every
-        device has a part of all layers: with rows on several, XLA would gather whole stacks."""
+        """Return move(tree), in which layers move to other rows of uneven stages' stacks.
+
+        Meanwhile every device has a part of all layers: with rows on several devices, XLA would
+        gather whole stacks.
+        """
         if stages.partition.even or "layers" not in tree:
             return move(tree)
         specs = rules.specs(
@@ -79,14 +82,15 @@ class Placement:
         return moved if moved is None or self.stages is None else self.stages.to_stages(moved)
 
     def norm(self, tree: Tree) -> jax.Array:
-        """Global norm of the trained parameters' gradients, of each parameter once."""
+        """Return the global norm of the trained parameters' gradients, with each parameter
+        counted once."""
         if self.stages is None:
             return optax.tree.norm(tree)
         return jax.numpy.sqrt(self.stages.squared_norm(tree))
 
 
 def placement(scope: Scope, mesh: Mesh | AbstractMesh, pipeline: PipelineConfig) -> Placement:
-    """The `Placement` on `mesh`. Raises `ConfigError` where the stages do not fit the model."""
+    """Return the `Placement` on `mesh`. Raises `ConfigError` if the stages do not fit the model."""
     stages = mesh.shape[PIPE]
     if stages == 1:
         return Placement(scope, mesh)

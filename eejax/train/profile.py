@@ -104,10 +104,12 @@ class Profiler:
 
 
 def device_memory(devices: Iterable[Any]) -> dict[str, float]:
-    """Bytes in use and their peak since the process began, for each of this process's devices.
+    """Return the bytes in use and their peak since the process began, for each device of this
+    process.
 
-    'memory/device_0/bytes_in_use' and 'memory/device_0/peak_bytes', numbered by the device's id.
-    Where no device counts (a CPU), the process's own peak is 'memory/host_peak_bytes' instead.
+    Names are 'memory/device_0/bytes_in_use' and 'memory/device_0/peak_bytes', numbered by the
+    device's id. If no device counts them (on a CPU), the process's own peak is
+    'memory/host_peak_bytes'.
     """
     found = {}
     for device in devices:
@@ -119,6 +121,7 @@ def device_memory(devices: Iterable[Any]) -> dict[str, float]:
 
 
 def _host_peak() -> int:
-    """Peak resident bytes of this process; getrusage counts KiB on Linux, bytes on macOS."""
+    """Return the peak resident bytes of this process; getrusage counts KiB on Linux, bytes on
+    macOS."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -109,12 +109,12 @@ class Program:
         return state.portable(of_model, self.mesh, self.scope, **self._extra)
 
     def to_portable(self, now: state.TrainState) -> state.TrainState:
-        """The state as `portable_state`; frozen parameters are left out."""
+        """Return the state in the form of `portable_state`, without frozen parameters."""
         now = now.replace(frozen={})
         return now if self.placement.stages is None else self._take(now)
 
     def from_portable(self, saved: state.TrainState) -> state.TrainState:
-        """The inverse of `to_portable`."""
+        """Invert `to_portable`."""
         return saved if self.placement.stages is None else self._place(saved)
 
     @functools.cached_property
@@ -126,7 +126,7 @@ class Program:
         return _moving(self.placement.place, self.abstract_state.replace(frozen={}))
 
     def create(self) -> state.TrainState:
-        """The state before the first step of a run that trains the whole model."""
+        """Return the initial state of a run that trains the whole model."""
         e = self.experiment
         return state.create(
             e.model,
@@ -139,7 +139,7 @@ class Program:
         )
 
     def begin(self, values: Tree) -> state.TrainState:
-        """The state before the first step of trained `values`, without what is frozen."""
+        """Return the initial state of trained `values`, without frozen parameters."""
         return state.begin(values, self.optimizer, **self._extra)
 
     @property
@@ -156,7 +156,7 @@ class Program:
         )
 
     def train_step(self) -> step.TrainStep:
-        """The training step (`step.make_train_step`)."""
+        """Return the training step (`step.make_train_step`)."""
         e = self.experiment
         return step.make_train_step(
             e.model,
@@ -180,7 +180,7 @@ class Program:
         )
 
     def eval_step(self) -> Callable[[Tree, step.Arrays], ExitSums[jax.Array]]:
-        """The evaluation step (`step.make_eval_step`)."""
+        """Return the evaluation step (`step.make_eval_step`)."""
         e = self.experiment
         return step.make_eval_step(
             e.model, self.device_mesh, self.scope, e.mesh, e.pipeline, self.eval_microbatches
@@ -209,6 +209,7 @@ class Program:
 
 
 def _moving(move: Callable[[Tree], Tree], wanted: state.TrainState):
-    """`move` over a state's trees, to where `wanted` lies; compiled once, for every save."""
+    """Return `move` over a state's trees, with results placed like `wanted`; it is compiled
+    once."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
     return jax.jit(lambda now: state.map_trees(now, now.params, move), out_shardings=shardings)

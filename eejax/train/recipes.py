@@ -23,7 +23,7 @@ GROWTHS: tuple[Growth, ...] = get_args(Growth)
 def layer_dropout(
     rate: float, n_layers: int, *, growth: str = "constant", steps: int = 1
 ) -> Callable[[jax.Array], jax.Array]:
-    """step -> [l] float32, the probability of each layer to be left out for a sample.
+    """Return step -> [l] float32, the probability of leaving out each layer for a sample.
 
     rate * D(l) * S(t): D(l) = exp(l ln 2 / (L - 1)) - 1 grows from 0 at the first layer to 1 at
     the last; S(t) is 1, or with growth "exponential" exp(t ln 2 / (T - 1)) - 1 over the T `steps`
@@ -45,7 +45,7 @@ def layer_dropout(
 
 
 def averaged(ema: Tree, params: Tree, decay: float, step: jax.Array) -> Tree:
-    """The exponential moving average of the parameters after update number `step` (from 0).
+    """Return the exponential moving average of the parameters after update number `step` (from 0).
 
     ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step)): a long average
     would otherwise remember the initial values for most of a run.
@@ -75,7 +75,7 @@ class LossScale(flax.struct.PyTreeNode):
         return cls(jnp.asarray(value, jnp.float32), jnp.zeros((), jnp.int32))
 
     def after(self, finite: jax.Array, interval: int) -> LossScale:
-        """Half the value after an overflow, twice the value after `interval` clean steps."""
+        """Return half the value after an overflow, twice the value after `interval` clean steps."""
         clean = jnp.where(finite, self.clean + 1, 0)
         grow = clean >= interval
         factor = jnp.where(finite, jnp.where(grow, 2.0, 1.0), 0.5)

@@ -166,7 +166,7 @@ class Scope:
         return top in ("embed", "layers") or (top == "shared_head" and "shared" in heads)
 
     def cut(self, tree: Tree) -> Tree:
-        """The layers that are run, of leaves [l, ...] or of their declarations."""
+        """Return the layers that run, from leaves [l, ...] or their declarations."""
         if self.depth == self.config.n_layers or "layers" not in tree:
             return tree
 
@@ -179,18 +179,18 @@ class Scope:
         return tree | {"layers": jax.tree.map(lower, tree["layers"], is_leaf=is_leaf)}
 
     def declarations(self) -> tuple[Tree, Tree]:
-        """(trained, frozen) parameters as `models.params.abstract` declares them."""
+        """Return (trained, frozen) parameters as `models.params.abstract` declares them."""
         read, _ = split(params.abstract(self.config), self.reads)
         trained, frozen = split(read, self.trains)
         return (trained, self.cut(frozen)) if self.tuned else (params.abstract(self.config), {})
 
     def parameters(self) -> Tree:
-        """Declarations of all parameters that the loss reads."""
+        """Return declarations of all parameters that the loss reads."""
         return join(*self.declarations())
 
 
 def first_layers(leaf, n: int):
-    """The first n layers of a stacked leaf: an array or a `Param`."""
+    """Return the first n layers of a stacked leaf: an array or a `Param`."""
     if isinstance(leaf, params.Param):
         return dataclasses.replace(leaf, shape=(n, *leaf.shape[1:]))
     return leaf[:n]

@@ -18,7 +18,7 @@ from eejax.models.exits import head_name
 
 
 def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
-    """Initial parameters of exit `e`, copies of what the model has (EE-Tuning, section 3.1).
+    """Return initial parameters of exit `e`, copied from the model (EE-Tuning, section 3.1).
 
     The exit's logits are those of its norm and head on the state at its boundary, which for the
     final exit's norm and head is the logit lens.
@@ -70,10 +70,10 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
 
 
 def _silent_block(layer: Tree, config: ModelConfig) -> Tree:
-    """A layer whose attention and MLP add nothing to the residual stream.
+    """Return a layer whose attention and MLP add nothing to the residual stream.
 
-    Where a norm follows them, its scale is zero and not their weights: the gradient through a norm
-    of zeros would be that of a division by its epsilon.
+    If a norm follows them, its scale is zero instead of their weights: the gradient through a norm
+    of zeros would be a division by its epsilon.
     """
     if config.norm_placement == "pre":
         attn = _silent(layer["attn"], "o", "o_bias")
@@ -87,5 +87,5 @@ def _silent_block(layer: Tree, config: ModelConfig) -> Tree:
 
 
 def _silent(tree: Tree, *names: str) -> Tree:
-    """`tree` with zeros in the leaves `names`, of which it may lack some."""
+    """Return `tree` with zeros in the leaves `names`, some of which it may lack."""
     return tree | {name: jnp.zeros_like(tree[name]) for name in names if name in tree}

@@ -51,7 +51,7 @@ def create(
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
-    """The state before the first step, every leaf made where it belongs on `mesh`."""
+    """Return the initial state, with every leaf made in its place on `mesh`."""
     extra = {"ema": ema, "loss_scale": loss_scale}
     shapes = abstract(config, optimizer, mesh, layout=layout, pipeline=pipeline, **extra)
     placed = jax.tree.map(lambda a: a.sharding, shapes)
@@ -70,9 +70,9 @@ def begin(
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
-    """The state before the first step of trained `values`; what is frozen comes to it apart.
+    """Return the initial state of trained `values`; frozen parameters are passed separately.
 
-    ema: whether their average is kept. loss_scale: the first one, None for no scaling.
+    `ema` says whether their average is kept; `loss_scale` is the first one, None for no scaling.
     """
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
@@ -96,11 +96,12 @@ def abstract(
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
-    """The state as shape structs with shardings; a moment lies where its parameter lies, or is
-    spread over more devices (`sharding.mesh.Layout`). On a mesh with stages both lie as
-    `train.placement.Placement` says.
+    """Return the state as shape structs with shardings.
 
-    `scope`: what of the model is trained, by default all of it. The rest as in `begin`.
+    A moment lies where its parameter lies, or is spread over more devices (`sharding.mesh.Layout`).
+    On a mesh with stages both lie as `train.placement.Placement` says.
+
+    `scope` is the trained part of the model, by default all of it; the rest is as in `begin`.
     """
     declarations = placement(scope or Scope(config), mesh, pipeline).declarations
     trained, frozen = (rules.structs(d, mesh, layout.params_over) for d in declarations)
@@ -116,9 +117,10 @@ def portable(
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
-    """The state as it is saved, as shape structs: of the model's tree, spread over all devices.
+    """Return the state as it is saved, as shape structs of the model's tree, spread over all
+    devices.
 
-    Its shapes know nothing of `mesh`. Frozen parameters are not part of it.
+    Its shapes do not depend on `mesh`. Frozen parameters are not part of it.
     """
     trained = rules.structs(scope.declarations()[0], mesh, (PIPE, DATA))
     return _laid_out(trained, trained, {}, optimizer, mesh, ema, loss_scale)
@@ -133,7 +135,7 @@ def _laid_out(
     ema: bool,
     loss_scale: float | None,
 ) -> TrainState:
-    """A state whose parameters, moments and frozen parameters are the given structs."""
+    """Return a state whose parameters, moments and frozen parameters are the given structs."""
     state = jax.eval_shape(
         lambda values: begin(values, optimizer, ema=ema, loss_scale=loss_scale), trained
     )
@@ -156,7 +158,8 @@ def _laid_out(
 
 
 def map_trees(state: TrainState, like: Tree, f: Callable[[Tree], Tree]) -> TrainState:
-    """`f` over parameters, their average and every tree of moments: all that is `like` them."""
+    """Apply `f` to parameters, their average and every tree of moments: all that are `like`
+    them."""
     structure = jax.tree.structure(like)
 
     def of_this_shape(node):

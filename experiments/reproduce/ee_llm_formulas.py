@@ -46,6 +46,6 @@ def stage_memory(p: int, n: Sequence[int], of: Mapping[str, Size]) -> np.ndarray
     return out
 
 
-def most_inserted(p: int, f: float, b: float) -> int:
+def max_inserted(p: int, f: float, b: float) -> int:
     """K: microbatches that can be inserted into Part 1 or Part 2 (C.2.1)."""
     return math.floor((p - 1) / (f / b + 1))

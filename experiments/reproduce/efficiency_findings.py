@@ -385,7 +385,7 @@ def filling() -> Iterator[Finding]:
     from eejax.pipeline.simulate import PassTime, stage_costs
 
     f, b, p, m = 1.0, 2.0, 4, 6
-    k = ee_llm_formulas.most_inserted(p, f, b)
+    k = ee_llm_formulas.max_inserted(p, f, b)
     costs = stage_costs((1,) * p, layer=PassTime(f, b))
     found = filled(costs, m, inner_stages=range(p))
     yield judged(

@@ -237,9 +237,9 @@ def simulated_memory(rng: np.random.Generator) -> bool:
 
 def filling() -> Iterator[Finding]:
     """Appendix C.2 and Figure 12 in our lockstep table."""
-    from eejax.pipeline.async_1f1b import async_1f1b, most_kept
+    from eejax.pipeline.async_1f1b import async_1f1b, max_kept
     from eejax.pipeline.schedule import BACKWARD, FORWARD
-    from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
+    from eejax.pipeline.schedule_fill import filled, filled_to, max_inserted
     from eejax.pipeline.simulate import PassTime, simulate, stage_costs
 
     def equal(p, ratio):
@@ -249,7 +249,7 @@ def filling() -> Iterator[Finding]:
     for p, ratio in ((4, 1.0), (4, 2.0), (8, 1.0), (8, 2.0), (8, 3.0)):
         found = filled(equal(p, ratio), 4 * p, inner_stages=range(p))
         k = math.floor((p - 1) / (1 / ratio + 1) + 1e-9)
-        assert k == most_inserted(p, 1.0, ratio)
+        assert k == max_inserted(p, 1.0, ratio)
         rows.append((p, ratio, k, found.part1, found.part2))
         routes = found.schedule.routes[found.main :]
         late = routes[found.part1 :]
@@ -298,7 +298,7 @@ def filling() -> Iterator[Finding]:
     costs = equal(STAGES, 2.0)
 
     def kept(line):
-        return most_kept(line, FORWARD, BACKWARD)
+        return max_kept(line, FORWARD, BACKWARD)
 
     most = {
         part1: kept(

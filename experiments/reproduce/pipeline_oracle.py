@@ -1,7 +1,7 @@
 """The oracle of pipelines: EE-LLM's algorithm stage by stage on one device, by autodiff.
 
-It has no schedule, no mesh and none of the executor's code: a definition to test the executor
-against, itself tested against the gradient of the whole loss.
+It has no schedule, no mesh and none of the executor's code. It is a definition to test the executor
+against, and is itself tested against the gradient of the whole loss.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from eejax.pipeline.partition import Partition
 
 @jax.custom_vjp
 def auxiliary(x: jax.Array, g: jax.Array) -> jax.Array:
-    """<g, x>, by which a gradient g from the stage above enters a stage's own loss; g is constant.
+    """Return <g, x>, by which a gradient g from the stage above enters a stage's own loss.
 
-    With L_i the losses of stage i's exits, the gradient of L_i + <g_i, x_i> in the stage's
-    parameters is that of all losses behind it too (EE-LLM, Eq. 2 and Proposition 3.1).
+    g is constant. With L_i the losses of stage i's exits, the gradient of L_i + <g_i, x_i> in the
+    stage's parameters includes that of all losses behind it (EE-LLM, Eq. 2 and Proposition 3.1).
     """
     return jnp.sum(x.astype(jnp.float32) * g.astype(jnp.float32))
 
@@ -39,17 +39,23 @@ def gradients(
     labels: jax.Array,
     weights: jax.Array,
 ) -> tuple[jax.Array, Tree]:
-    """(sum over exits of w_e C_e, its gradient in a model's parameters) of tokens, labels [b, t].
+    """Return the sum over exits of w_e C_e, and its gradient in a model's parameters.
 
-    As a pipeline does it: every stage is differentiated by itself, from the last to the first, and
-    sends down one gradient, that of its auxiliary loss in what entered it.
+    As in a pipeline, each stage is differentiated by itself, from the last to the first. It sends
+    down one gradient, that of its auxiliary loss in its input.
+
+    Args:
+      partition: layers and exits of the stages.
+      params: the model's parameters.
+      tokens, labels: [b, t] int32.
+      weights: [e] of the exits.
     """
     config = partition.config
     positions = jnp.arange(tokens.shape[1])[None]
     context = layers.make_context(config, positions)
 
     def stage(i: int, params: Tree, x: jax.Array | None):
-        """(losses of the stage's exits, what leaves it); nothing enters the first one."""
+        """Return the losses of the stage's exits, and its output; the first stage has no input."""
         cast = for_compute(params, config.dtype) | {"embed": params["embed"]}
         start, n, loss = partition.starts[i], partition.layers[i], jnp.zeros((), jnp.float32)
         if x is None:
@@ -73,7 +79,7 @@ def gradients(
         entered.append(x)
         loss, x = stage(i, params, x)
         total = total + loss
-    assert x is not None  # there is a stage
+    assert x is not None  # there is at least one stage
     g = jnp.zeros_like(x)
     grads = jax.tree.map(jnp.zeros_like, params)
     for i in reversed(range(partition.stages)):

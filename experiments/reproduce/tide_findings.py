@@ -405,6 +405,6 @@ def _system(found: Findings) -> None:
 
 
 def most_width() -> int:
-    from eejax.kernels.norm_router.api import MOST_WIDTH
+    from eejax.kernels.norm_router.api import MAX_WIDTH
 
-    return MOST_WIDTH
+    return MAX_WIDTH

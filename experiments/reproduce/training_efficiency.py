@@ -246,14 +246,14 @@ def filling(name: str, gpu: megatron.Gpu, microbatches: int = 16) -> list[dict]:
     `paper_k` is the number of microbatches that the paper inserts into either part.
     """
     from eejax.pipeline.schedule import one_f_one_b
-    from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
+    from eejax.pipeline.schedule_fill import filled, filled_to, max_inserted
     from eejax.pipeline.simulate import FORWARD, simulate
 
     costs = megatron.costs(table1_run(name, True), gpu)
     how = {"exit_stages": (1, 2), "exits": "deferred"}
     more, less = filled(costs, microbatches, **how), filled_to(costs, microbatches, **how)
     alone = simulate(one_f_one_b(STAGES, microbatches, **how), costs).time
-    k = most_inserted(STAGES, costs.of(FORWARD, 0), costs.layers[0].backward)
+    k = max_inserted(STAGES, costs.of(FORWARD, 0), costs.layers[0].backward)
 
     def row(name, found):
         return {

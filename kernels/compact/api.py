@@ -1,4 +1,4 @@
-"""`compact`: rows that go on before those that leave, in the order they stand in."""
+"""`compact`: a stable split of rows into those that are kept and the others."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ from eejax.kernels.compact import reference
 
 
 class Compacted(NamedTuple):
-    """order [n] int32: the rows' numbers, those that are kept first, each part ascending;
-    counts [2] int32: of rows kept and not."""
+    """A split of rows.
+
+    Attributes:
+      order: [n] int32 numbers of the rows, kept ones first, each part ascending.
+      counts: [2] int32 numbers of kept rows and of the others.
+    """
 
     order: jax.Array
     counts: jax.Array
 
 
 def compact(keep: jax.Array, *, implementation: str | None = None) -> Compacted:
-    """A stable split of rows by `keep` [n] bool, of any n from 1.
+    """Split rows stably by `keep` [n] bool, for any n from 1.
 
-    A batch of them (`vmap`) is split one by one. Raises `ConfigError` for anything but bools [n].
+    A batch (`vmap`) is split one by one. Raises `ConfigError` for anything but bools [n].
     """
     flags = keep.ndim == 1 and keep.shape[0] > 0 and keep.dtype == jnp.bool_
     require(flags, "keep", (keep.shape, keep.dtype.name), "must be bools [n], n at least 1")

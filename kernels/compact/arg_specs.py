@@ -1,4 +1,4 @@
-"""Arguments that `compact` is tested with."""
+"""Arguments for tests of `compact`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 from eejax.kernels.compact.api import compact
 from eejax.kernels.specs import Spec
 
-# Rows, and the share of them that is kept.
+# Number of rows, and the share that is kept.
 SMALL = (
     (1, 0.5),
     (2, 0.0),

@@ -1,4 +1,4 @@
-"""Sizes that `compact` is timed with."""
+"""Sizes at which `compact` is timed."""
 
 from __future__ import annotations
 

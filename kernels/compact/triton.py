@@ -1,8 +1,8 @@
 """Triton kernels of `compact`.
 
-A block's rows take the places behind those of the blocks before it, kept ones from 0 and others
-from the number of all that are kept: one kernel counts, the next one counts up and writes. Rows
-that one block holds need no counting beforehand.
+A block's rows go behind those of the blocks before it, kept ones from 0 on and others from the
+number of kept rows on: one kernel counts, the next one adds the counts up and writes. Rows that fit
+into one block need no count beforehand.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import triton.language as tl
 
 from eejax.kernels import call
 
-ALONE = 4096  # rows that one program splits
-BLOCK = 1024  # of a program among others
+ALONE = 4096  # maximum rows that a single program splits
+BLOCK = 1024  # rows of a program if there are several
 
 
 @triton.jit
 def compact_count_kernel(keep_ptr, kept_ptr, N: tl.constexpr, BN: tl.constexpr):
-    """Rows kept of a block."""
+    """Count the kept rows of a block."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     keep = tl.load(keep_ptr + row, mask=row < N, other=0) != 0
     tl.store(kept_ptr + tl.program_id(0), tl.sum(keep.to(tl.int32), 0))
@@ -37,7 +37,8 @@ def compact_kernel(
     BN: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """Places of a block's rows. kept [BLOCKS]: those of `compact_count_kernel`, where it ran."""
+    """Write the places of a block's rows; kept [BLOCKS] are the counts if `compact_count_kernel`
+    ran."""
     block, i = tl.program_id(0), tl.arange(0, BN)
     row = block * BN + i
     real = row < N

@@ -13,7 +13,7 @@ from eejax.kernels.decode_attention import reference
 from eejax.kernels.decode_attention.reference import AttentionOptions
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-MOST_WIDTH = 256  # of a head: a row's sums are held in registers
+MAX_WIDTH = 256  # maximum head dimension; a row's sums are held in registers
 
 
 def decode_attention(
@@ -35,33 +35,33 @@ def decode_attention(
     A row at position p of its slot attends to the positions j <= p (and j > p - window). Those
     before the slot's first row of this call are read from the caches, the others from k and v.
     Scores are softcap(scale * q . k) - slope * (p - j) in float32, weights are rounded to q's dtype
-    before they meet values, and sums are divided at the end. Whatever lies in the caches at
-    positions that a row does not attend to, NaN included, does not reach it; a NaN key that it does
-    attend to makes it NaN. A row whose values are not all finite counts as one with NaN keys, and
-    is written as such, with zeros as values.
+    before they are multiplied with values, and sums are divided at the end. Cached positions that a
+    row does not attend to have no effect on it, NaN included; a NaN key that it attends to makes it
+    NaN. A row whose values are not all finite counts as one with NaN keys, and is written as such,
+    with zeros as values.
 
     Args:
       q: [r, n_kv, g, h], queries; g of them share a head of keys and values.
       k, v: [r, n_kv, h], the rows' own keys and values.
       keys, values: [slots * n_kv, s, h], the caches.
-      slot: [r] integers, the slot of each row. A row outside 0..slots-1 belongs to nobody: nothing
-        is written for it and its y is zeros. Rows of a slot lie together.
+      slot: [r] integers, the slot of each row. A row outside 0..slots-1 belongs to no slot: nothing
+        is written for it and its y is zeros. Rows of a slot are contiguous.
       position: [r] integers below s, consecutive among the rows of a slot.
-      first: [n] integers, the first row of each span, r or more where there is no span. A span is
+      first: [n] integers, the first row of each span; r or more marks an unused entry. A span is
         at most `options.width` rows of one slot and ends where the next begins. Every row of a slot
         is in one span. The kernel starts programs for all n, so keep n small.
-      options: `AttentionOptions`.
-      slopes: [n_kv, g], ALiBi's; None: no bias.
+      options: static options.
+      slopes: [n_kv, g] of ALiBi; None for no bias.
       implementation: one of `call.IMPLEMENTATIONS`.
 
     Returns:
       (y, keys, values): y [r, n_kv, g, h] in q's dtype, and the caches with the rows written at
-      their positions, in the same memory where nobody else reads it.
+      their positions, in the same memory if nothing else reads it.
 
     Raises:
       ConfigError: for shapes that do not fit together. The kernel covers float32, float16 and
-        bfloat16, the same for rows and caches, and heads of up to `MOST_WIDTH`; the reference
-        takes anything else, with a warning. Neither has a rule for `vmap` or a gradient of its own.
+        bfloat16, the same for rows and caches, and heads of up to `MAX_WIDTH`; otherwise the
+        reference runs, with a warning. Neither has a rule for `vmap` or its own gradient.
     """
     require(q.ndim == 4, "q", q.shape, "must be queries [r, n_kv, g, h]", "Reshape them.")
     r, n_kv, g, h = q.shape
@@ -108,7 +108,7 @@ def decode_attention(
 def covers(dtype: jax.typing.DTypeLike, width: int) -> bool:
     """Return whether the kernel takes rows and caches of a dtype, and heads of a width.
 
-    It warns once where the kernel would run and does not.
+    It warns once if a kernel would otherwise run.
     """
     return _chosen({jnp.dtype(dtype)}, width, None) is None
 
@@ -117,13 +117,13 @@ def _chosen(
     dtypes: set[jnp.dtype], width: int, implementation: str | None, empty: bool = False
 ) -> str | None:
     names = " and ".join(sorted(d.name for d in dtypes))
-    covered = dtypes in [{jnp.dtype(t)} for t in DTYPES] and width <= MOST_WIDTH
+    covered = dtypes in [{jnp.dtype(t)} for t in DTYPES] and width <= MAX_WIDTH
     what = f"rows and caches of {names}, heads of {width}"
     return call.chosen("decode_attention", implementation, covered, what, empty)
 
 
 def _int32(a: jax.Array) -> jax.Array:
-    """Integers as int32; those out of its range stay out of any other."""
+    """Return integers as int32; those out of its range stay out of every valid range."""
     if a.dtype == jnp.int32:
         return a
     largest = jnp.iinfo(jnp.int32).max

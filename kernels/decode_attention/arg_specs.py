@@ -1,4 +1,4 @@
-"""Arguments that `decode_attention` is called with."""
+"""Arguments for tests of `decode_attention`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eejax.kernels.decode_attention.reference import AttentionOptions
 from eejax.kernels.specs import Spec, normal
 
 # Rows by slot, positions of the caches, heads of keys and values, queries of each, a head's width,
-# most rows of a span; rows of nobody behind all others, and spans that are not there; the options.
+# maximum rows of a span; rows without a slot at the end, and unused spans; the options.
 SMALL = (
     ((1,), 40, 2, 1, 16, 1, 0, 0, {}),
     ((1, 0, 1), 70, 1, 3, 20, 4, 3, 2, dict(softcap=20.0)),
@@ -38,8 +38,10 @@ LARGE = (
 
 
 def layout(counts, starts, width: int, nobody: int, no_span: int) -> tuple[np.ndarray, ...]:
-    """Slot and position of each row, and the first row of each span, for slots with `counts` rows
-    from positions `starts` on; the last slot's rows come first."""
+    """Return slot and position of each row, and the first row of each span.
+
+    Slots have `counts` rows from positions `starts` on; the last slot's rows come first.
+    """
     slot, position, first = [], [], []
     for i in reversed(range(len(counts))):
         first += [len(slot) + c for c in range(0, counts[i], width)]
@@ -65,7 +67,7 @@ def draw(
     dtype: str,
     full: bool = False,
 ) -> tuple:
-    """Rows and caches, of which a random part is filled, or as much as there is room for."""
+    """Draw rows and caches, of which a random part is filled, or as much as there is room for."""
     make, rng = partial(normal, key, dtype=dtype), np.random.default_rng(len(counts) + s)
     starts = [s - c if full else int(rng.integers(0, s - c + 1)) for c in counts]
     slot, position, first = map(jnp.asarray, layout(counts, starts, width, nobody, no_span))
@@ -85,7 +87,7 @@ def draw(
 
 
 def run(*args, options: AttentionOptions, implementation: str | None = None):
-    """Call `decode_attention` with what `draw` gives."""
+    """Call `decode_attention` with the arguments from `draw`."""
     *own, slopes = args
     return decode_attention(*own, options=options, slopes=slopes, implementation=implementation)
 

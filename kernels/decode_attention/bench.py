@@ -1,4 +1,4 @@
-"""Cases that `decode_attention` is timed on: steps of decoding to full caches, and a prompt."""
+"""Sizes at which `decode_attention` is timed: decoding steps with full caches, and a prompt."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def case(
     own = spec(dtype, (counts, s, n_kv, g, h, width, 0, 0, {}), tiny, full=True)
     slots, rows = len(counts), sum(counts)
     sizes = dict(dtype=dtype, slots=slots, s=s, n_kv=n_kv, g=g, h=h, rows=rows)
-    # Caches are read once, and copied before, as the benchmark keeps what was there: read and
-    # written. Rows are read and written: queries and results, keys and values.
+    # Caches are read once, and before that read and written, as the benchmark copies them. Rows are
+    # read and written: queries and results, keys and values.
     moved = 6 * slots * s * n_kv * h + 2 * rows * n_kv * g * h + 4 * rows * n_kv * h
     return BenchCase(own, sizes, moved * jnp.dtype(dtype).itemsize, tiny)
 

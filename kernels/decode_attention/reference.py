@@ -17,21 +17,21 @@ class AttentionOptions:
     """Static options of `decode_attention`.
 
     Attributes:
-      width: most rows of a span.
-      most: most rows of one slot in a call.
+      width: maximum rows of a span.
+      max_rows: maximum rows of one slot in a call.
       scale: factor of the scores q . k.
-      window: positions that a row attends to, its own included; None: all up to its own.
-      softcap: scores become cap * tanh(score / cap); None: they stay as they are.
+      window: positions that a row attends to, its own included; None for all up to its own.
+      softcap: cap in cap * tanh(score / cap); None for no cap.
     """
 
     width: int
-    most: int
+    max_rows: int
     scale: float
     window: int | None = None
     softcap: float | None = None
 
     def __post_init__(self):
-        for name in ("width", "most"):
+        for name in ("width", "max_rows"):
             require_count(f"AttentionOptions.{name}", getattr(self, name))
         if self.window is not None:
             require_count("AttentionOptions.window", self.window)
@@ -39,7 +39,7 @@ class AttentionOptions:
             value = getattr(self, name)
             if value is not None:
                 require(value > 0, f"AttentionOptions.{name}", value, "must be above 0")
-                object.__setattr__(self, name, float(value))  # Triton does not know numpy's floats
+                object.__setattr__(self, name, float(value))  # Triton does not take numpy's floats
 
 
 def decode_attention(
@@ -54,9 +54,10 @@ def decode_attention(
     first: jax.Array,
     slopes: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of rows to their slots, and the caches with the rows; see `api.decode_attention`.
+    """Attend from rows to their slots, and write the rows to the caches; see
+    `api.decode_attention`.
 
-    The cache of each span's slot is gathered whole, so memory grows with the number of spans.
+    The whole cache of each span's slot is gathered, so memory grows with the number of spans.
     """
     (r, n_kv, g, h), s = q.shape, keys.shape[1]
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
@@ -81,8 +82,8 @@ def decode_attention(
         return cache.reshape(slots, n_kv, s, h)[jnp.minimum(of_span, slots - 1)]
 
     k, v = (gathered(cache).astype(q.dtype) for cache in (keys, values))  # [n, n_kv, s, h]
-    # A value that is not finite reaches the rows that attend to it through their scores: a weight
-    # of 0 would not keep it from the others.
+    # A value that is not finite reaches the rows that attend to it through their scores, because 0
+    # times such a value would reach the other rows too.
     bad = ~jnp.all(jnp.isfinite(v), -1)
     v = jnp.where(bad[..., None], 0, v)
     p, j = position[own][:, :, None], jnp.arange(s, dtype=position.dtype)[None, None]
@@ -115,8 +116,10 @@ def decode_attention(
 
 
 def span_rows(options: AttentionOptions, slot: jax.Array, first: jax.Array, slots: int):
-    """Rows [n, width] of every span, and whether each is one: a span ends before the next begins,
-    and with its slot."""
+    """Return the rows [n, width] of every span, and whether each is valid.
+
+    A span ends before the next begins, and with its slot.
+    """
     r = slot.shape[0]
     row = first[:, None] + jnp.arange(options.width, dtype=first.dtype)[None]
     after = jnp.min(jnp.where(first[None] > first[:, None], first[None], r), 1)

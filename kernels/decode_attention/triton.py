@@ -1,12 +1,12 @@
 """The Triton kernels of `decode_attention`: flash decoding.
 
-A program has a span's query rows (a block of them where heads and rows are many), a head of keys
-and values, and a part of the positions that the span attends to, whose bounds it finds at run time.
-It goes through its part a tile at a time and keeps the scores' maximum, the weights' sum and the
-weighted values of each row. With several parts, a second kernel merges them in a fixed order.
+A program has a span's query rows (a block of them if there are many), a head of keys and values,
+and a part of the positions that the span attends to, whose bounds it finds at run time. It goes
+through its part a tile at a time and keeps the scores' maximum, the weights' sum and the weighted
+values of each row. With several parts, a second kernel merges them in a fixed order.
 
-Cached positions are read from the caches, those of this call from k and v, and rows are written to
-positions that no program reads: programs may run in any order.
+Cached positions are read from the caches, those of this call from k and v. Rows are written to
+positions that no program reads, so programs may run in any order.
 """
 
 from __future__ import annotations
@@ -21,25 +21,26 @@ from eejax.kernels.decode_attention.reference import AttentionOptions
 from eejax.kernels.softcap import tanh
 
 PROGRAMS = 216
-"""Two for each multiprocessor of an A100, as of `head_confidence`: fewer are cut into parts."""
+"""Two for each multiprocessor of an A100, as in `head_confidence`; fewer programs are split into
+parts."""
 
 LONG = 1024
-"""Positions from which on a part is worth a merge: twice as many programs take turns, so that one
-long slot among short ones is not waited for."""
+"""Positions from which on a part pays for a merge: then twice as many programs take turns, so that
+the others do not wait for a long slot."""
 
-LEAST, MOST_PARTS = 64, 64
-"""Positions of a part at the least, where all slots are full, and parts at the most."""
+MIN_PART, MAX_PARTS = 64, 64
+"""Minimum positions of a part if all slots are full, and maximum parts."""
 
-MOST_ROWS = 64  # query rows of a program
+MAX_ROWS = 64  # maximum query rows of a program
 TILE, HOPPER_TILE = 2**13, 2**14
-"""Bytes of a tile of keys, and as many of values; the larger for up to 16 query rows from an H100
-on.
+"""Bytes of a tile of keys, and of one of values; the larger size is for up to 16 query rows, from
+an H100 on.
 
-It took 15.4 us in place of 18.0 for 8 slots of 560 positions and 16 heads of 128, 8.3 in place of
-8.9 for one slot, and 82.0 in place of 83.3 for 64 (bfloat16, one H200). On sm_80 it spills.
+It took 15.4 us instead of 18.0 for 8 slots of 560 positions and 16 heads of 128, 8.3 instead of 8.9
+for one slot, and 82.0 instead of 83.3 for 64 (bfloat16, one H200). On sm_80 it spills.
 """
 
-MEMORY = 80 * 2**10  # bytes of queries, and of tiles that are on their way
+MEMORY = 80 * 2**10  # bytes of queries and of tiles in flight
 
 _NEVER = tl.constexpr(-float("inf"))
 _LEAST = tl.constexpr(-1e30)
@@ -70,11 +71,12 @@ def _tile(
     PRECISION: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Sums of query rows at positions `place` [BM], with a tile of positions j [BN], where `real`,
-    whose keys and values are rows `at` [BN] in memory.
+    """Add a tile of positions j [BN], where `real`, to the sums of query rows at positions `place`
+    [BM].
 
-    GUARD: some query rows may not attend to some position: values there that are not finite go
-    into the scores instead, which are masked.
+    The keys and values of the tile are rows `at` [BN] in memory. GUARD: some query rows may not
+    attend to some position, so values that are not finite go into the scores instead, which are
+    masked.
     """
     i = tl.arange(0, BH)
     here, there = at[:, None] + i[None, :], real[:, None]
@@ -118,7 +120,7 @@ def _clear(
     EACH: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Write zeros as y of the rows of nobody among begin, ..., end - 1, EACH at most."""
+    """Write zeros as y of the rows without a slot among begin, ..., end - 1, EACH at most."""
     n, i = tl.arange(0, 16), tl.arange(0, BH)
     for c in range(0, EACH, 16):
         row = begin + c + n
@@ -145,7 +147,7 @@ def _write(
     S: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """Write `count` rows of k and v to the positions `place` on of a slot's caches.
+    """Write `count` rows of k and v to a slot's caches, from position `place` on.
 
     A row with values that are not finite writes NaN keys and no values.
     """
@@ -201,7 +203,7 @@ def decode_attention_kernel(
     BW: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """A block of a span's rows, a head and a part of the positions.
+    """Attend from a block of a span's rows to a part of the positions, for one head.
 
     out: y [R, N_KV, G, H], or acc [PARTS, R, N_KV, G, H] float32 beside sums [2, PARTS, R, N_KV, G]
     of maxima and totals. keys, values: the caches' memory, or copies.
@@ -211,7 +213,7 @@ def decode_attention_kernel(
     if values_ptr is None:
         values_ptr = old_values_ptr
     block, head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PARTS == 1:  # the merge does it otherwise
+    if PARTS == 1:  # otherwise the merge does it
         each: tl.constexpr = (R + SPANS * BLOCKS - 1) // (SPANS * BLOCKS)
         _clear(
             out_ptr,
@@ -248,7 +250,7 @@ def decode_attention_kernel(
     keys_ptr += cache
     values_ptr += cache
 
-    if (part == PARTS - 1) & (block % BLOCKS == 0):  # the part that has least to do
+    if (part == PARTS - 1) & (block % BLOCKS == 0):  # the part with the least work
         own = (begin.to(tl.int64) * N_KV + head) * H
         _write(k_ptr + own, v_ptr + own, keys_ptr, values_ptr, p, count, N_KV, H, S, BH)
 
@@ -301,7 +303,7 @@ def decode_attention_kernel(
         )
     o = tl.arange(0, BO)
     own = ((begin - before).to(tl.int64) * N_KV + head) * H
-    # Two stages even where it runs once: with one, Triton 3.6 spills a register on sm_90.
+    # Two stages even if it runs once: with one, Triton 3.6 spills a register on sm_90.
     for c in tl.range(tl.maximum(low, start), high, BO, num_stages=2):
         acc, top, total = _tile(
             q,
@@ -351,13 +353,16 @@ def decode_attention_merge_kernel(
     BP: tl.constexpr,
     BH: tl.constexpr,
 ):
-    """A query row of ROWS, of HEADS for each row: y of its parts, zeros for a row of nobody."""
+    """Merge the parts of one query row of ROWS, with HEADS of them per row, into y.
+
+    A row without a slot gets zeros.
+    """
     row, part, i = tl.program_id(0), tl.arange(0, BP), tl.arange(0, BH)
     slot = tl.load(slot_ptr + row // HEADS)
     there = (part < PARTS) & (slot >= 0) & (slot < SLOTS)
     top = tl.load(sums_ptr + part * ROWS + row, mask=there, other=_NEVER)
     total = tl.load(sums_ptr + (PARTS + part) * ROWS + row, mask=there, other=0.0)
-    there = there & (total != 0.0)  # an empty part wrote no more
+    there = there & (total != 0.0)  # an empty part wrote nothing else
     at = (part.to(tl.int64) * ROWS + row) * H
     acc = tl.load(
         acc_ptr + at[:, None] + i[None, :], mask=there[:, None] & (i < H)[None, :], other=0.0
@@ -375,7 +380,7 @@ def decode_attention(
     """Run `reference.decode_attention` by kernels that `launch` starts."""
     (r, n_kv, g, h), s, spans = q.shape, keys.shape[1], first.shape[0]
     precision = call.precision(q.dtype)
-    if precision == "ieee":  # without tensor cores a tile's products do not fit the registers
+    if precision == "ieee":  # without tensor cores a tile's products do not fit into registers
         precision = "tf32x3"
     exact = precision == "tf32x3"
     own = sizes(options, spans, n_kv, g, h, s, q.dtype.itemsize, exact)
@@ -416,7 +421,7 @@ def decode_attention(
         PRECISION=precision,
         BS=call.next_power_of_2(spans),
         BW=call.next_power_of_2(options.width),
-        BR=call.next_power_of_2(min(r, options.most)),
+        BR=call.next_power_of_2(min(r, options.max_rows)),
         **own,
     )
     if parts == 1:
@@ -450,31 +455,31 @@ def sizes(
     size: int,
     exact: bool = False,
 ) -> dict[str, int]:
-    """Sizes of tiles, numbers of blocks and parts, and how the loop over s positions is run.
+    """Return sizes of tiles, numbers of blocks and parts, and how the loop over s positions runs.
 
-    size: bytes of a number. exact: whether products of float32 are, of which registers hold fewer.
-    Warps and rows are those that spill no register on sm_80 and sm_90.
+    `size` is the bytes of a number. `exact` says that float32 products are exact, of which
+    registers hold fewer. Warps and rows are chosen such that no register spills on sm_80 and sm_90.
     """
 
     def least(a):
         return max(16, call.next_power_of_2(a))
 
     bh, rows = least(h), options.width * g
-    bm = min(MOST_ROWS if size == 2 else 16 if exact else MOST_ROWS // 2, least(rows))
+    bm = min(MAX_ROWS if size == 2 else 16 if exact else MAX_ROWS // 2, least(rows))
     hopper = (call.capability() or 0) >= 90
     tile = HOPPER_TILE if hopper and bm == 16 and size == 2 else TILE
     bn = min(max(16, tile // (bh * size)), 128 // size, least(s))
     blocks, bo = call.cdiv(rows, bm), min(16, bn)
     reach = s if options.window is None else min(s, options.window + options.width)
     programs = spans * blocks * n_kv
-    parts = min(PROGRAMS // programs, call.cdiv(reach, LEAST))
+    parts = min(PROGRAMS // programs, call.cdiv(reach, MIN_PART))
     if reach > LONG * max(1, parts):
         parts = max(parts, min(2 * PROGRAMS // programs, call.cdiv(reach, LONG)))
     wide = bm * bh > 2**13 if size == 2 else exact or bh == 128 or (bm > 16 and bh != 256)
     stages = 1 + (MEMORY - bm * bh * size) // (2 * bn * bh * size)
     return dict(
         BLOCKS=blocks,
-        PARTS=max(1, min(parts, MOST_PARTS)),
+        PARTS=max(1, min(parts, MAX_PARTS)),
         BM=bm,
         BN=bn,
         BO=bo,

@@ -1,4 +1,4 @@
-"""`head_confidence`: what an exit's head says of states, without the logits of the vocabulary."""
+"""`head_confidence`: statistics of an exit head's logits, without writing the logits."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from eejax.kernels.head_confidence.reference import HeadConfidenceOptions, Logit
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 
-MOST_ROWS = 2**24
-"""Rows that the shards of a table may have together: as many as float32 counts, in which they tell
-each other of tokens."""
+MAX_ROWS = 2**24
+"""Maximum rows of a table over all shards: shards exchange tokens as float32, which counts no
+further."""
 
 
 class Confidence(NamedTuple):
     """Statistics of logits [n, v]; arrays [n], float32 but for the token.
 
-    Where a logit is NaN or +inf, or all are -inf, the token is 0 and the rest is NaN.
+    If a logit is NaN or +inf, or all are -inf, the token is 0 and the rest is NaN.
 
     Attributes:
       token: int32, the most likely token, the first among equals.
-      top: its probability.
-      second: probability of the second most likely token; `top` where several share it, 0 where
-        there is one token alone.
+      top: probability of the token.
+      second: probability of the second most likely token; equals `top` if several share it, 0 if
+        there is only one token.
       lse: log-sum-exp of the logits.
-      entropy: in nats.
+      entropy: entropy in nats.
     """
 
     token: jax.Array
@@ -55,15 +55,23 @@ def head_confidence(
 ) -> Confidence:
     """Return the `Confidence` of states x [n, d]; see `HeadConfidenceOptions` for the logits.
 
-    scale, bias [d]: the norm's (no norm: None; no bias: None); table [v, d], taken in x's dtype;
-    head_bias [v] or None. Products are in x's dtype and accumulated in float32. With a mesh `axis`,
-    inside of a `shard_map`, table and head_bias are this shard's rows of the vocabulary, cut into
-    equal parts, and every shard gets the results of the whole: what shards exchange are statistics,
-    five numbers a row. Differentiable, backwards, in all arguments; the token has no gradient. A
-    batch of rows (`vmap`) is so many more rows. `implementation`: one of `call.IMPLEMENTATIONS`.
+    Products are in x's dtype and accumulated in float32. It is differentiable in reverse mode in
+    all arguments; the token has no gradient. A batch of rows (`vmap`) becomes more rows. The kernel
+    takes float32, float16 and bfloat16; otherwise the reference runs, with a warning.
 
-    Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
-    bfloat16; anything else is the reference's, with a warning.
+    Args:
+      x: [n, d] states.
+      scale, bias: [d] of the norm; None without a norm, or without a bias.
+      table: [v, d], cast to x's dtype.
+      head_bias: [v] or None.
+      options: static options.
+      axis: a mesh axis, inside a `shard_map`. table and head_bias are then this shard's rows of
+        the vocabulary, split into equal parts, and every shard gets the results of the whole:
+        shards exchange statistics, five numbers a row.
+      implementation: one of `call.IMPLEMENTATIONS`.
+
+    Raises:
+      ConfigError: for shapes that do not fit together.
     """
     require(x.ndim == 2, "x", x.shape, "must be states [n, d]", "Reshape them.")
     call.require_floating("x", x)
@@ -94,10 +102,10 @@ def head_confidence(
         require(fits, name, shape, f"does not go with HeadConfidenceOptions.norm = {options.norm}")
     whole = rows * (lax.axis_size(axis) if axis else 1)
     require(
-        not axis or whole <= MOST_ROWS,
+        not axis or whole <= MAX_ROWS,
         "table",
         table.shape,
-        f"must have at most {MOST_ROWS} rows together with the other shards' tables",
+        f"must have at most {MAX_ROWS} rows together with the other shards' tables",
     )
     require(
         options.vocab_size <= whole,
@@ -118,9 +126,9 @@ def head_confidence(
 
 
 def _gathered(s: LogitStatistics, axis: str) -> LogitStatistics:
-    """Arrays [shards, n], the same on every shard, which a sum of them is known to be."""
+    """Gather arrays [shards, n], equal on every shard, as a sum, which JAX knows to be equal."""
     size, own = lax.axis_size(axis), lax.axis_index(axis)
-    mine = jnp.stack([a.astype(jnp.float32) for a in s])  # one message; see `MOST_ROWS`
+    mine = jnp.stack([a.astype(jnp.float32) for a in s])  # one message; see `MAX_ROWS`
     blank = jnp.zeros((size, *mine.shape), jnp.float32)
     whole = lax.psum(lax.dynamic_update_index_in_dim(blank, mine, own, 0), axis)
     parts = LogitStatistics(*jnp.moveaxis(whole, 1, 0))
@@ -129,7 +137,7 @@ def _gathered(s: LogitStatistics, axis: str) -> LogitStatistics:
 
 @cache
 def _run(options: HeadConfidenceOptions, implementation: str | None):
-    """`LogitStatistics` by one of the implementations, of rows x."""
+    """Return `LogitStatistics` by one of the implementations, for rows x."""
 
     def kernel(launch, *args):
         from eejax.kernels.head_confidence import triton

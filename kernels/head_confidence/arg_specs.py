@@ -1,4 +1,4 @@
-"""Arguments that `head_confidence` is tested with."""
+"""Arguments for tests of `head_confidence`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from eejax.kernels.specs import DTYPES, Spec, normal
 RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
 LAYER = NormOptions("layernorm", 1e-5)
 
-# Rows, width, rows of the table, of them padding, whether norm and head have a bias; the options.
+# Rows, width, table rows, padding among them, whether norm and head have a bias; the options.
 SMALL = (
     (1, 64, 257, 0, False, False, dict(norm=RMS)),
     (5, 200, 180, 44, True, True, dict(norm=LAYER, temperature=0.7)),
@@ -41,8 +41,11 @@ def draw(
     dtype: str,
     options: HeadConfidenceOptions,
 ):
-    """States with a mean, so that the two norms differ, and the arguments beside them: logits have
-    a standard deviation of about 2. What pads the table would be the most likely token."""
+    """Draw states and the other arguments, such that logits have a standard deviation of about 2.
+
+    States have a mean, so that the two norms differ. Padding of the table would be the most likely
+    token.
+    """
     make, norm = partial(normal, key, dtype=dtype), options.norm
     table = make(3, (rows, d), std=2 * d**-0.5)
     table = table.at[options.vocab_size :].set(100.0)

@@ -1,4 +1,4 @@
-"""Sizes that `head_confidence` is timed with: a decoding batch, heads of GPT-2 and Llama 3."""
+"""Sizes at which `head_confidence` is timed: a decoding batch, heads of GPT-2 and Llama 3."""
 
 from __future__ import annotations
 

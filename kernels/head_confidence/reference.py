@@ -16,16 +16,19 @@ from eejax.common.errors import require, require_count
 from eejax.kernels.norms import NormOptions, norm
 
 LOWEST = -200.0
-"""As far below the peak as a logit is told apart: in float32, exp of -104 is 0. A number in place
-of -inf, which times 0 would be NaN."""
+"""Lower bound on the distance of a logit to the peak: in float32, exp of -104 is 0. It replaces
+-inf, which times 0 would be NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeadConfidenceOptions:
-    """The static part: logits = softcap * tanh((norm(x) @ table.T + bias) / softcap) / temperature.
+    """Static options: logits = softcap * tanh((norm(x) @ table.T + bias) / softcap) / temperature.
 
-    vocab_size: rows of the whole table from the first on that are tokens; what is behind pads it.
-    norm: None where states come normed. softcap: None where there is none.
+    Attributes:
+      vocab_size: number of leading rows of the whole table that are tokens; the rest is padding.
+      norm: the norm, or None if states are already normed.
+      softcap: soft cap, or None.
+      temperature: divides the logits.
     """
 
     vocab_size: int
@@ -49,8 +52,8 @@ class LogitStatistics(NamedTuple):
 
     Attributes:
       peak: the largest logit.
-      token: int32, the first token that has it, any where no logit is above -inf.
-      second: the largest of the others, the peak where several share it.
+      token: int32, the first token that has it; any token if no logit is above -inf.
+      second: the largest of the others, equal to the peak if several share it.
       total: sum of exp(y - peak).
       weighted: sum of exp(y - peak) * (y - peak).
     """
@@ -63,7 +66,8 @@ class LogitStatistics(NamedTuple):
 
 
 def logits(options: HeadConfidenceOptions, x, scale, bias, table, head_bias) -> jax.Array:
-    """float32 [n, v] of states x [n, d]; products in x's dtype, accumulated in float32."""
+    """Compute float32 logits [n, v] of states x [n, d]; products in x's dtype, accumulated in
+    float32."""
     h = x if options.norm is None else norm(x, scale, bias, options.norm)
     y = jnp.einsum("nd,vd->nv", h, table.astype(x.dtype), preferred_element_type=jnp.float32)
     if head_bias is not None:
@@ -92,8 +96,10 @@ def statistics(
 
 
 def merge(parts: LogitStatistics) -> LogitStatistics:
-    """Arrays [n] of the whole from arrays [parts, n] of the vocabulary's parts, whose tokens are
-    numbers in the whole."""
+    """Merge arrays [parts, n] of a vocabulary's parts into arrays [n] of the whole.
+
+    Tokens are numbers in the whole vocabulary.
+    """
     peak = jnp.max(parts.peak, 0)
     token = jnp.min(jnp.where(parts.peak == peak[None], parts.token, jnp.iinfo(jnp.int32).max), 0)
     second = jnp.max(jnp.where(parts.token == token[None], parts.second, parts.peak), 0)
@@ -104,8 +110,8 @@ def merge(parts: LogitStatistics) -> LogitStatistics:
 
 
 def confidence(s: LogitStatistics) -> tuple[jax.Array, ...]:
-    """(token, top, second, lse, entropy) [n] of a whole vocabulary; see `api.Confidence`."""
-    total = jnp.where(s.total > 0, s.total, jnp.nan)  # no logit above -inf: no distribution
+    """Return (token, top, second, lse, entropy) [n] of a whole vocabulary; see `api.Confidence`."""
+    total = jnp.where(s.total > 0, s.total, jnp.nan)  # 0 if no logit is above -inf
     token = jnp.where(s.total > 0, s.token, 0)
     log = jnp.log(total)
     return (
@@ -118,6 +124,6 @@ def confidence(s: LogitStatistics) -> tuple[jax.Array, ...]:
 
 
 def _below(y: jax.Array, peak: jax.Array) -> jax.Array:
-    """y - peak, `LOWEST` at the least; a peak of -inf, which leaves nothing, is taken as 0."""
+    """Return y - peak, at least `LOWEST`; a peak of -inf counts as 0."""
     z = y - jnp.where(peak > -jnp.inf, peak, 0.0)
     return jnp.where(z < LOWEST, LOWEST, z)

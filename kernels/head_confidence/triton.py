@@ -1,12 +1,12 @@
 """Triton kernels of `head_confidence`.
 
 A program has a block of rows and a span of the vocabulary, and reads its span of the table once, a
-tile of logits at a time: what is left of a tile is five numbers for each row. There are about as
-many programs as run at once, all of them with spans of the same size, so that none is waited for. A
-second kernel merges what they made of a row, always in the same order.
+tile of logits at a time, which it reduces to five numbers for each row. There are about as many
+programs as run at once, all with spans of the same size, so that none waits for another. A second
+kernel merges the numbers of a row, always in the same order.
 
-Tiles of logits and the steps through d that each takes are one loop and not two, so that the loads
-of the next tile are on their way while one is finished; it takes half as many registers, too.
+Tiles of logits and their steps through d are one loop instead of two, so that the loads of the next
+tile are in flight while one is finished; this also takes half as many registers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from eejax.kernels.softcap import tanh
 
 PROGRAMS = 216
 """Two for each multiprocessor of an A100, so that all run at once there; an H100 has room for 264.
-For bandwidth it is enough that they keep their loads on the way."""
+That is enough for full bandwidth, as loads stay in flight."""
 
-LEAST_SPAN = 16
-"""Rows of the table: as few as a product takes."""
+MIN_SPAN = 16
+"""Rows of the table: the minimum of a product."""
 
 FUSED_ROWS = 16
-"""Up to so many rows are normed as they are read, which saves a kernel of their own. More are
-normed beforehand: on an H100, what comes out of registers would have the tensor cores waited for.
+"""Up to this many rows are normed as they are read, which saves a separate kernel. More are normed
+beforehand: on an H100, tensor cores would wait for operands from registers.
 """
 
 _LOWEST = tl.constexpr(LOWEST)
@@ -39,7 +39,7 @@ _NEVER = tl.constexpr(-float("inf"))
 
 @triton.jit
 def _read(x_ptr, row, at, N: tl.constexpr, D: tl.constexpr):
-    """States [BN, BD] of rows and columns, 0 where there are none."""
+    """Load states [BN, BD] of rows and columns, 0 beyond them."""
     both = (row < N)[:, None] & (at < D)[None, :]
     return tl.load(x_ptr + row[:, None].to(tl.int64) * D + at[None, :], mask=both, other=0.0)
 
@@ -55,7 +55,7 @@ def _moments(
     BN: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """Means [BN] of rows, 0 for RMSNorm, and one over their standard deviations [BN]."""
+    """Return means [BN] of rows, 0 for RMSNorm, and one over their standard deviations [BN]."""
     i = tl.arange(0, BD)
     shift = tl.zeros((BN,), tl.float32)
     if LAYER:  # relative to the mean of the first tile, so that a large mean costs no precision
@@ -85,7 +85,7 @@ def _normed(
     BIAS: tl.constexpr,
     PLUS_ONE: tl.constexpr,
 ):
-    """Columns `at` [BD] of states, normed and rounded as `norms.norm` does it."""
+    """Norm columns `at` [BD] of states, and round them as `norms.norm` does."""
     scale = tl.load(scale_ptr + at, mask=at < D, other=0.0).to(tl.float32)
     if PLUS_ONE:
         scale = scale + 1.0
@@ -136,7 +136,7 @@ def head_statistics_kernel(
     TILES: tl.constexpr,
     STEPS: tl.constexpr,
 ):
-    """A block of rows and SPAN rows of the table: their `LogitStatistics`, [programs, N] each."""
+    """Compute `LogitStatistics` of a block of rows and SPAN table rows, [programs, N] each."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     begin = tl.program_id(1) * SPAN
     end = tl.minimum(begin + SPAN, tl.load(allowed_ptr))
@@ -208,7 +208,7 @@ def head_merge_kernel(
     BN: tl.constexpr,
     BP: tl.constexpr,
 ):
-    """A block of rows: `reference.merge` of [PARTS, N]."""
+    """Run `reference.merge` on [PARTS, N] for a block of rows."""
     row, part = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BP)
     at = part[:, None] * N + row[None, :]
     both = (part < PARTS)[:, None] & (row < N)[None, :]
@@ -276,10 +276,10 @@ def statistics(launch, options: HeadConfidenceOptions, x, scale, bias, table, he
 
 
 def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
-    """Cut n rows of width d and the table's rows into programs, and these into tiles of 16 KiB.
+    """Split n rows of width d and the table's rows into programs, and these into tiles of 16 KiB.
 
-    Many rows of x read a table's tile at once, and x as often as there are tiles: the more rows,
-    the wider a tile is in the vocabulary and the narrower in d, as registers allow.
+    Many rows of x share a read of a table's tile, and x is read once per tile: the more rows, the
+    wider a tile is in the vocabulary and the narrower in d, as registers allow.
     """
 
     def least(a):
@@ -287,15 +287,15 @@ def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
 
     bn = min(64, least(n))
     blocks = call.cdiv(n, bn)
-    # With a block alone all programs run at once; many are to end at about the same time.
+    # With one block all programs run at once; with many they should end at about the same time.
     programs = PROGRAMS if blocks == 1 else call.cdiv(4 * PROGRAMS, blocks)
-    span = call.cdiv(call.cdiv(rows, programs), LEAST_SPAN) * LEAST_SPAN
+    span = call.cdiv(call.cdiv(rows, programs), MIN_SPAN) * MIN_SPAN
     bv, width = (64, 256) if bn < 64 else (128 if size == 2 else 64, 128)
     bv, bd = min(bv, least(span)), min(width // size, least(d))
     return dict(BN=bn, BV=bv, BD=bd, SPAN=span, TILES=call.cdiv(span, bv), STEPS=call.cdiv(d, bd))
 
 
 def _results(*shape: int) -> list[jax.ShapeDtypeStruct]:
-    """Shapes of `LogitStatistics`."""
+    """Return shapes of `LogitStatistics`."""
     dtypes = (jnp.float32, jnp.int32, jnp.float32, jnp.float32, jnp.float32)
     return [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]

@@ -1,7 +1,8 @@
-"""`linear_cross_entropy`: what tokens cost by a linear head, and its gradients, without logits.
+"""`linear_cross_entropy`: costs of tokens by a linear head, and their gradients, without all
+logits.
 
-Kernels compute a chunk's costs and gradient on GPUs; `triton` tells why the gradient is formed at
-once. `losses.cross_entropy`, which is differentiable, calls the op.
+Kernels compute a chunk's costs and gradient on GPUs; `triton` explains why the gradient is formed
+at once. `losses.cross_entropy`, which is differentiable, calls the op.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from eejax.kernels.linear_cross_entropy.reference import LossOptions
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
 
 SCRATCH = 2**29
-"""Bytes of what is kept of a chunk's logits, in h's dtype, at most (but for a row or two)."""
+"""Maximum bytes kept for a chunk's logits, in h's dtype (up to a row or two)."""
 
 FEW = 1024
-"""As many tokens or fewer are one chunk, and more are at least two, if `SCRATCH` allows."""
+"""Up to this many tokens are one chunk, and more are at least two, if `SCRATCH` allows."""
 
 MULTIPLE, WIDTH = 8, 64
-"""What numbers of rows, and the states' width, are padded to multiples of: tensor cores are fed
-with 16 bytes at a time, and the kernel takes 64 columns. Few models' width is not one."""
+"""Numbers of rows, and the width of states, are padded to multiples of these: tensor cores take 16
+bytes at a time, and the kernel 64 columns. Most models' width is such a multiple."""
 
 
 def linear_cross_entropy(
@@ -56,23 +57,23 @@ def linear_cross_entropy(
     skip: jax.Array | None = None,
     implementation: str | None = None,
 ) -> tuple[Sums, Gradients | None]:
-    """Sum over tokens what they cost by `options`, and form the gradients where `into` is given.
+    """Sum the costs of tokens by `options`, and form the gradients if `into` is given.
 
     Products are in h's dtype and accumulated in float32; the logits' gradient is rounded to h's
     dtype. A label that is no token makes sums and gradients NaN.
 
     Args:
-      h: [n, d] states. The kernels take float32, float16 and bfloat16; any other dtype is the
-        reference's, with a warning.
+      h: [n, d] states. The kernels take float32, float16 and bfloat16; for any other dtype the
+        reference runs, with a warning.
       table: [v, d], under a mesh `axis` this shard's rows.
       bias: [v] or None, as the table.
       labels: [n] int32, `chunks.IGNORE` where a token does not count.
       weights: [n] of the tokens, by default 1.
-      options: the logits, and what a token costs.
-      axis: the mesh axis, inside of a `shard_map`, that the vocabulary is split over.
+      options: the logits, and the cost of a token.
+      axis: the mesh axis, inside a `shard_map`, that the vocabulary is split over.
       scale: float32 [], a factor of the gradients in h, table and bias.
-      into: float32 [v, d], what the table's gradient is added to; None forms no gradients.
-      skip: bool []; where true nothing is computed, and sums and gradients are 0.
+      into: float32 [v, d], to which the table's gradient is added; None forms no gradients.
+      skip: bool []; if true nothing is computed, and sums and gradients are 0.
       implementation: one of `call.IMPLEMENTATIONS`.
 
     Returns:
@@ -139,7 +140,7 @@ def _checked(h, table, bias, labels, weights, options, axis, implementation) -> 
 
 
 def chunk_size(n: int, v: int, itemsize: int) -> int:
-    """Return the tokens of a chunk, which divide n evenly but for `MULTIPLE`."""
+    """Return the tokens of a chunk, which divide n evenly up to `MULTIPLE`."""
     chunks = max(-(-n * v * itemsize // SCRATCH), min(2, -(-n // FEW)), 1)
     even = -(-max(n, 1) // chunks)
     return even + -even % MULTIPLE
@@ -153,9 +154,9 @@ def _chunk_loss(
     bias: jax.Array | None,
     count: jax.Array,
 ) -> ChunkLoss:
-    """Costs and gradient of a chunk by kernels or their reference.
+    """Return costs and gradient of a chunk by kernels or their reference.
 
-    count: [1] int32, how many rows of the table [v, d] stand for tokens.
+    count: [1] int32, number of rows of the table [v, d] that stand for tokens.
     """
     o, temperature = options, options.temperature
 
@@ -173,7 +174,7 @@ def _chunk_loss(
         s, lse, factor = kept
         fall = factor * (scale / temperature)
         rise = fall + 2 * o.z_loss * lse * (scale / temperature)
-        # The label's probability is near 1 where training succeeds: what was kept of it is rounded.
+        # The label's probability is near 1 if training succeeds, and its kept value is rounded.
         own = jnp.exp(s.picked - lse) * rise - fall
         if o.softcap is not None:
             own = own * (1.0 - jnp.square(s.picked * (temperature / o.softcap)))
@@ -185,7 +186,7 @@ def _chunk_loss(
 
 @cache
 def _by(implementation: str | None, name: str, *static) -> Callable:
-    """`reference.<name>` with its static arguments, by one of its implementations."""
+    """Return `reference.<name>` with its static arguments, by one of its implementations."""
 
     def kernel(launch, *args):
         from eejax.kernels.linear_cross_entropy import triton

@@ -1,4 +1,4 @@
-"""Arguments that `linear_cross_entropy` is tested with."""
+"""Arguments for tests of `linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ LARGE = (
 
 
 def draw(key, n: int, d: int, v: int, padding: int, bias: bool, dtype: str) -> tuple:
-    """Logits with a deviation of 3; a fifth of the labels is ignored, but for the first token's."""
+    """Draw arguments such that logits have a standard deviation of 3.
+
+    A fifth of the labels is ignored, but never the first.
+    """
     labels = jax.random.randint(jax.random.fold_in(key, 0), (n,), 0, v - padding)
     ignored = jax.random.uniform(jax.random.fold_in(key, 1), (n,)) < 0.2
     weights = jax.random.uniform(jax.random.fold_in(key, 2), (n,), jnp.float32, 0.5, 1.5)
@@ -82,8 +85,8 @@ def _specs(cases: tuple, dtype: str, small: bool) -> tuple[Spec, ...]:
     return tuple(found)
 
 
-# float16's kernels are those of bfloat16, but for what they round to; float32's large ones differ
-# in their masks alone.
+# float16's kernels are those of bfloat16 except for the rounding; float32's large ones differ only
+# in their masks.
 SPECS = (
     *_specs(SMALL, "float32", True),
     *_specs(SMALL, "bfloat16", True),

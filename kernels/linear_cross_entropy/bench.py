@@ -1,4 +1,4 @@
-"""Sizes that `linear_cross_entropy` is timed with, with gradients, beside whole logits."""
+"""Sizes at which `linear_cross_entropy` is timed, with gradients, beside whole logits."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from eejax.kernels.specs import BenchCase, Spec
 
 
 def gradients(*args, options: LossOptions, implementation: str | None = None):
-    """The sums and their gradients, as a step of training needs them."""
+    """Return the sums and their gradients, as a training step needs them."""
     return value_and_gradients(*args, options=options, implementation=implementation)[:2]
 
 
 def whole_logits(h, table, bias, labels, weights):
-    """The same by autodiff, of logits [n, v] that are there at once."""
+    """Return the same by autodiff, with all logits [n, v] at once."""
 
     def cost(h, table, weights):
         y = jnp.einsum("nd,vd->nv", h, table, preferred_element_type=jnp.float32)

@@ -1,7 +1,7 @@
 """The loop over chunks of tokens that every chunked cross entropy runs.
 
-A `ChunkLoss` says what the tokens of a chunk cost and what gradient its logits have. The loop adds
-the costs up and, where gradients are asked for, turns each chunk's logits into the gradients of the
+A `ChunkLoss` computes the costs of a chunk's tokens and the gradient of its logits. The loop adds
+the costs up and, if gradients are requested, turns each chunk's logits into the gradients of the
 states and of the table on the spot, so that a backward pass only scales them. That is three matrix
 products, as plain autodiff needs, and the memory of one chunk of logits.
 """
@@ -26,8 +26,8 @@ class Sums(NamedTuple):
     """Sums over tokens.
 
     Attributes:
-      cost: float32 [], of weight * cost.
-      nll: float32 [], of weight * -log p(label), in nats.
+      cost: float32 [], sum of weight * cost.
+      nll: float32 [], sum of weight * -log p(label), in nats.
     """
 
     cost: jax.Array
@@ -41,7 +41,7 @@ class Gradients(NamedTuple):
       h: [n, d] in h's dtype.
       table: [v, d] float32, or [d, v] (`ChunkLoss.transposed`).
       bias: [v] float32, or None without a bias.
-      weights: [n] float32, or None where no weights are given.
+      weights: [n] float32, or None without weights.
     """
 
     h: jax.Array
@@ -56,8 +56,7 @@ class LossTokens(NamedTuple):
     Attributes:
       labels: [n] int32, each token's row of the table, -1 where another shard has it.
       weights: [n] float32, 0 for a token that does not count, NaN for a bad label.
-      counted: [n] float32, the weights if every token that counts had the weight 1, or None where
-        no weights are given.
+      counted: [n] float32, 1 for tokens that count (NaN for a bad label), or None without weights.
       teacher: [n, d] states of another exit, for a `ChunkLoss` that reads them, or None.
     """
 
@@ -73,7 +72,7 @@ class TokenCosts(NamedTuple):
     Attributes:
       cost: [c] float32.
       nll: [c] float32, -log p(label), in nats.
-      kept: what `ChunkLoss.gradient` needs to know.
+      kept: input of `ChunkLoss.gradient`.
     """
 
     cost: jax.Array
@@ -82,16 +81,16 @@ class TokenCosts(NamedTuple):
 
 
 class ChunkLoss(NamedTuple):
-    """A linear head, and what the tokens of a chunk cost by it.
+    """A linear head, and the costs of a chunk's tokens by it.
 
     Attributes:
       table: [v, d] in h's dtype. It may have more rows and columns than h and the gradients: they
         are padded to its shape, and cut back.
       bias: [v] or None.
       costs: (h [c, d], `LossTokens`, whether a gradient follows) -> `TokenCosts`.
-      gradient: (kept, `LossTokens`, scale [c]) -> (gradient [c, v] of sum(scale * cost) by
+      gradient: (kept, `LossTokens`, scale [c]) -> (gradient [c, v] of sum(scale * cost) in
         h @ table.T + bias, in h's dtype, and its sum over tokens [v] float32, None without a bias).
-      transposed: the table's gradient is summed as [d, v], which is a faster product on CPU.
+      transposed: whether the table's gradient is summed as [d, v], a faster product on a CPU.
     """
 
     table: jax.Array
@@ -104,9 +103,9 @@ class ChunkLoss(NamedTuple):
 def vary_alike(inputs: Tree, axis: str | None) -> Tree:
     """Make inputs vary over every mesh axis that any of them varies over, and over `axis`.
 
-    A custom VJP returns cotangents that vary as its inputs do. Made alike beforehand, each input's
-    may vary freely, and the transpose of the broadcast done here sums it over the axes that the
-    input did not vary over.
+    A custom VJP returns cotangents that vary as its inputs do. With inputs made alike beforehand,
+    each cotangent may vary freely, and the transpose of the broadcast here sums it over the axes
+    that the input did not vary over.
     """
     zero = varying_zero(inputs)
     if axis:
@@ -115,7 +114,7 @@ def vary_alike(inputs: Tree, axis: str | None) -> Tree:
 
 
 def over_shards(reduce: Callable, a: jax.Array, axis: str | None) -> jax.Array:
-    """Return reduce(a, axis), or `a` where the vocabulary is not split."""
+    """Return reduce(a, axis), or `a` if the vocabulary is not split."""
     return reduce(a, axis) if axis else a
 
 
@@ -142,21 +141,21 @@ def sum_chunks(
     into: jax.Array | None = None,
     skip: jax.Array | None = None,
 ) -> tuple[Sums, Gradients | None]:
-    """Sum a loss over tokens, chunk by chunk, and form its gradients where `into` is given.
+    """Sum a loss over tokens, chunk by chunk, and form its gradients if `into` is given.
 
     Args:
-      loss: what a chunk's tokens cost, and its gradient.
+      loss: costs and gradient of a chunk.
       h: [n, d] states.
       tokens: the n tokens.
       size: tokens of a chunk.
       scale: float32 [], a factor of the gradients in h, table and bias.
-      into: float32, what the table's gradient is added to, in the shape of `Gradients.table`, so
-        that several heads of one table need one gradient between them.
-      skip: bool []; where true nothing is computed, and sums and gradients are 0.
+      into: float32 in the shape of `Gradients.table`, to which the table's gradient is added, so
+        that several heads of one table share one gradient.
+      skip: bool []; if true nothing is computed, and sums and gradients are 0.
 
     Returns:
-      The sums, the same on all shards of a vocabulary, and the gradients or None. Of a split
-      vocabulary the gradient in h is what this shard adds to it.
+      The sums, equal on all shards of a vocabulary, and the gradients or None. With a split
+      vocabulary the gradient in h is this shard's contribution.
     """
     (n, d), (rows, width) = h.shape, loss.table.shape
     fill = -n % size if n else size
@@ -197,7 +196,7 @@ def sum_chunks(
         g, d_bias = loss.gradient(costs.kept, part, part.weights * scale)
         more = product("nd,nv->dv", chunk, g) if loss.transposed else product("nv,nd->vd", g, chunk)
         return Gradients(
-            # A chunk's states are not read again: their gradient takes their place.
+            # A chunk's states are not read again, so their gradient overwrites them.
             paste(d.h, product("nv,vd->nd", g, loss.table).astype(h.dtype)),
             d.table + more,
             None if d.bias is None else d.bias + d_bias,
@@ -210,7 +209,7 @@ def sum_chunks(
     if into is None or gradients is None:
         return total, None
     d_h, d_table, d_bias, d_weights = gradients
-    if skip is not None:  # the states are still there
+    if skip is not None:  # a skipped loop left the states in place of their gradient
         d_h = jnp.where(skip, jnp.zeros((), h.dtype), d_h)
     return total, Gradients(
         d_h[:n, :d],

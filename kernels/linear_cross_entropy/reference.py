@@ -1,8 +1,8 @@
-"""The definition of `linear_cross_entropy`: what becomes of a chunk of tokens, in two parts.
+"""The definition of `linear_cross_entropy` for a chunk of tokens, in two parts.
 
-Between them the tokens' costs are known, over all shards of the vocabulary. What the first part
-keeps for the second are the exponentials of the logits, each relative to the largest of its row
-within a tile of columns: they need no normaliser, and at most 1, they bear to be rounded.
+Between the parts the tokens' costs are known, over all shards of the vocabulary. The first part
+keeps for the second the exponentials of the logits, each relative to the largest of its row within
+a tile of columns. They need no normaliser, and are at most 1, so that they can be rounded.
 """
 
 from __future__ import annotations
@@ -19,17 +19,23 @@ NEGATIVE = -1e30
 """Logit of a row of the table that stands for no token."""
 
 FLOOR = NEGATIVE / 2
-"""The least peak: logits that are masked, or -infinity, are far below it, so that the exponentials
-of a tile that has no others are 0, and not 1 or NaN."""
+"""Minimum of a peak. Masked logits and -infinity are far below it, so that the exponentials of a
+tile that has no others are 0, not 1 or NaN."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LossOptions:
-    """The static part of a loss: logits = softcap(h @ table.T + bias) / temperature, and what a
-    token costs, c * -log p(label) + z_loss * log(Z)^2, with Z the normaliser of the softmax.
+    """Static options of a loss.
 
-    vocab_size: tokens, the first rows of the whole table. c is 1 or, `confidence_weighted`, the
-    highest probability, held constant.
+    Logits are softcap(h @ table.T + bias) / temperature. A token costs c * -log p(label) + z_loss *
+    log(Z)^2, with Z the normaliser of the softmax.
+
+    Attributes:
+      vocab_size: number of tokens, the first rows of the whole table.
+      softcap: soft cap of the logits, or None.
+      temperature: divides the logits.
+      z_loss: weight of log(Z)^2.
+      confidence_weighted: whether c is the highest probability, held constant, instead of 1.
     """
 
     vocab_size: int
@@ -40,7 +46,7 @@ class LossOptions:
 
     def __post_init__(self):
         require_count("LossOptions.vocab_size", self.vocab_size)
-        for name in ("softcap", "temperature", "z_loss"):  # numpy's are nothing to Triton
+        for name in ("softcap", "temperature", "z_loss"):  # Triton does not take numpy's floats
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, float(getattr(self, name)))
         for name, ok, allowed in (
@@ -69,15 +75,15 @@ class TileStatistics(NamedTuple):
 
 
 def tile(options: LossOptions, dtype: Any) -> int:
-    """Columns of a tile: as many as a kernel's registers take."""
+    """Return the columns of a tile, as many as fit into a kernel's registers."""
     return 256 if jnp.dtype(dtype).itemsize == 2 and options.softcap is None else 128
 
 
 def statistics(options: LossOptions, keep: bool, h, table, bias, labels, count) -> TileStatistics:
     """Return statistics of the logits of h [n, d] by a table [v, d] and bias [v] or None.
 
-    The table has h's dtype. labels [n] int32: each token's row of the table, -1 where another shard
-    has it; count [1] int32: how many rows of the table stand for tokens.
+    The table has h's dtype. labels [n] int32: each token's row of the table, -1 if another shard
+    has it; count [1] int32: number of rows of the table that stand for tokens.
     """
     y = jnp.einsum("nd,vd->nv", h, table, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -100,9 +106,10 @@ def statistics(options: LossOptions, keep: bool, h, table, bias, labels, count) 
 
 
 def gradient(options: LossOptions, kept, peaks, lse, rise, own, labels, bias):
-    """(g [n, v] in the dtype of `kept`, the sum of its rows [v] float32 or None without a bias).
+    """Return g [n, v] in the dtype of `kept`, and the sum of its rows [v] float32, None without a
+    bias.
 
-    g = kept * exp(peak - lse) * rise, but `own` in the label's column: lse, rise and own [n] are
+    g = kept * exp(peak - lse) * rise, except `own` in the label's column: lse, rise and own [n] are
     float32; kept, peaks and labels as in `statistics`.
     """
     v = kept.shape[1]

@@ -1,7 +1,7 @@
 """Triton kernels of `linear_cross_entropy`.
 
-For each chunk of tokens there is one kernel that multiplies, a pass over what it kept, and two
-products that XLA hands to cuBLAS: three products, as plain autodiff has them, without its logits.
+Each chunk of tokens takes one kernel that multiplies, a pass over what it kept, and two products
+that XLA passes to cuBLAS: three products, as in plain autodiff, without its logits.
 
 Per chunk of c tokens, with g [c, v] in h's dtype (2 bytes) in place of float32 logits:
 
@@ -10,24 +10,24 @@ Per chunk of c tokens, with g [c, v] in h's dtype (2 bytes) in place of float32 
     d_h           g @ table            2 c v d flops
     d_table      += g.T @ h            2 c v d flops; 8 v d bytes, read and written in float32
 
-What it was weighed against keeps nothing, recomputes the logits of a slice of the vocabulary once
-the whole one's normaliser is known, and needs no float32 sums of the table's gradient: 4 products.
+The alternative keeps nothing, recomputes the logits of a slice of the vocabulary once the whole
+normaliser is known, and needs no float32 sums of the table's gradient, but 4 products.
 With F flops and B bytes a second the fourth product takes 2 c v d / F a chunk and the sums
 8 v d / B, so that keeping is faster from c = 4 F / B tokens on: 480 on an A100 (230 TFLOP/s of
 312, 1.9 TB/s), 830 on an H100 (600 TFLOP/s of 990, 2.9 TB/s). `api.SCRATCH`, 512 MiB, holds 5300
-tokens at v = 50k, 2048 at 128k, 1024 at 256k. In ms at n = 8192, three products and the rest
-against four and theirs:
+tokens at v = 50k, 2048 at 128k, 1024 at 256k. In ms at n = 8192, three products plus the rest
+against recomputing:
 
                            A100                                H100
     d 1024, v 50304        11 + 2 = 13, recomputing 15         4.2 + 1.2 = 5.4, recomputing 6.1
     d 4096, v 128256       112 + 12 = 124, recomputing 153     43 + 8 = 51, recomputing 60
     d 4096, v 256000       224 + 42 = 266, recomputing 305     86 + 27 = 113, recomputing 119
 
-Kernels that form both gradients without writing g need 5 products. All of this is calculated, for a
+Kernels that form both gradients without writing g need 5 products. All of this is calculated for a
 kernel as fast as cuBLAS; nothing was measured on a GPU.
 
-Nothing is added up by atomics, so that runs are equal to the bit: a row's tiles have places of
-their own, which `api` combines.
+Nothing is added up by atomics, so runs are bitwise equal: a row's tiles have separate places, which
+`api` combines.
 """
 
 from __future__ import annotations
@@ -44,12 +44,13 @@ from eejax.kernels.softcap import tanh
 
 NEGATIVE, FLOOR = tl.constexpr(reference.NEGATIVE), tl.constexpr(reference.FLOOR)
 
-ROWS = 128  # of a program
-WIDE = 768  # of narrower states it takes half: two programs fit a multiprocessor, one multiplies
-# while the other, which is soon done with that, takes exponentials and writes
+ROWS = 128  # rows of a program
+# With narrower states a program takes half of the rows: two programs fit a multiprocessor, of which
+# one multiplies while the other takes exponentials and writes.
+WIDE = 768
 GROUP = 16  # blocks of rows that go through the vocabulary together, to read the table once
 DEEP = 147_456  # bytes of shared memory of a large program's tiles of 64 columns of states
-ELEMENTS = 8192  # of a program that only reads and writes
+ELEMENTS = 8192  # elements of a program that only reads and writes
 
 
 @triton.jit
@@ -67,8 +68,12 @@ def _product(
     BV: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """y [BN, BV] + h [N, D] of rows from `row` on by the table [V, D] of columns from `column` on.
-    Beyond N and V, where it is of no use, the last are taken again. D is a multiple of BD."""
+    """Return y [BN, BV] + h [N, D] @ table [V, D].T, for rows from `row` and columns from `column`
+    on.
+
+    Beyond N and V, where the result is unused, the last row or column is repeated. D is a multiple
+    of BD.
+    """
     i, j, part = tl.arange(0, BN), tl.arange(0, BV), tl.arange(0, BD)[None, :]
     # Offsets within a block fit 32 bits, and half the registers of pointers.
     h_at = tl.minimum(i, N - 1 - row)[:, None] * D + part
@@ -105,7 +110,7 @@ def statistics_kernel(
     BV: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """A block of rows by a tile of columns."""
+    """Compute statistics of a block of rows and a tile of columns."""
     blocks: tl.constexpr = (N + BN - 1) // BN
     tiles: tl.constexpr = (V + BV - 1) // BV
     group, i = tl.program_id(0) // (GROUP * tiles), tl.program_id(0) % (GROUP * tiles)
@@ -114,7 +119,7 @@ def statistics_kernel(
     block = group * GROUP + i % high
     row, column = block * BN + tl.arange(0, BN), tile * BV + tl.arange(0, BV)
     y = tl.zeros((BN, BV), tl.float32)
-    if BIAS:  # at first, where there are registers
+    if BIAS:  # first, while registers are free
         y += tl.load(bias_ptr + column, mask=column < V, other=0.0)[None, :]
     y = _product(h_ptr, table_ptr, y, block * BN, tile * BV, N, D, V, PRECISION, BN, BV, BD)
     real, inside = row < N, (column < tl.load(count_ptr))[None, :]
@@ -126,9 +131,9 @@ def statistics_kernel(
     label = tl.load(labels_ptr + row, mask=real, other=-1)
     here = (label >= tile * BV) & (label < tile * BV + BV)
     picked = tl.zeros((BN,), tl.float32)
-    if tl.max(here.to(tl.int32), 0) > 0:  # few tiles hold a label of their rows
+    if tl.max(here.to(tl.int32), 0) > 0:  # few tiles have a label of their rows
         picked = tl.sum(tl.where(column[None, :] == label[:, None], y, 0.0), 1)
-    # Every row is written once, where nobody holds its label by the first tile.
+    # Every row is written once; the first tile writes rows whose label no tile has.
     tl.store(picked_ptr + row, picked, mask=real & (here | ((label < 0) & (tile == 0))))
     peak = tl.maximum(tl.max(y, 1), FLOOR)
     e = tl.exp(y - peak[:, None])
@@ -161,7 +166,7 @@ def gradient_kernel(
     BN: tl.constexpr,
     BV: tl.constexpr,
 ):
-    """A block of rows by a tile of columns; g takes the place of what was kept."""
+    """Compute the gradient of a block of rows and a tile of columns; g overwrites what was kept."""
     if g_ptr is None:
         g_ptr = kept_ptr
     tiles: tl.constexpr = (V + BV - 1) // BV

@@ -14,11 +14,16 @@ from eejax.kernels.norm_router import reference
 from eejax.kernels.norms import NormOptions
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-MOST_WIDTH = 512
+MAX_WIDTH = 512
 
 
 class Routed(NamedTuple):
-    """confidence [n] float32 in [0, 1]; leaves [n] bool: whether it reaches the threshold."""
+    """Decisions of a router.
+
+    Attributes:
+      confidence: [n] float32 in [0, 1].
+      leaves: [n] bool, whether it reaches the threshold.
+    """
 
     confidence: jax.Array
     leaves: jax.Array
@@ -36,16 +41,26 @@ def norm_router(
     options: NormOptions,
     implementation: str | None = None,
 ) -> Routed:
-    """sigmoid(up . silu(norm(x) @ down) + up_bias) of states x [n, d], and where it is at least
-    its threshold [n] float32, of which 1 is reached by none (TIDE's fused gate, with a bias).
+    """Compute confidences sigmoid(up . silu(norm(x) @ down) + up_bias), and which reach a
+    threshold.
 
-    scale, bias [d]: the norm's (no bias: None), of `options`; down [d, r]; up [r]; up_bias [].
-    Products are in x's dtype and accumulated in float32. The confidence is differentiable,
-    backwards, in all but the threshold. A batch of rows (`vmap`) is so many more rows.
-    `implementation`: one of `call.IMPLEMENTATIONS`.
+    This is TIDE's fused gate, with a bias. Products are in x's dtype and accumulated in float32.
+    The confidence is differentiable in reverse mode in all arguments except the threshold. A batch
+    of rows (`vmap`) becomes more rows. The kernel takes float32, float16 and bfloat16 and widths r
+    up to 512; otherwise the reference runs, with a warning.
 
-    Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
-    bfloat16 and widths r up to 512; anything else is the reference's, with a warning.
+    Args:
+      x: [n, d] states.
+      scale, bias: [d] of the norm; bias may be None.
+      down: [d, r].
+      up: [r].
+      up_bias: [].
+      threshold: [n] float32; 1 is never reached.
+      options: the norm.
+      implementation: one of `call.IMPLEMENTATIONS`.
+
+    Raises:
+      ConfigError: for shapes that do not fit together.
     """
     require(x.ndim == 2, "x", x.shape, "must be states [n, d]", "Reshape them.")
     call.require_floating("x", x)
@@ -73,7 +88,7 @@ def norm_router(
     implementation = call.chosen(
         "norm_router",
         implementation,
-        x.dtype in DTYPES and r <= MOST_WIDTH,
+        x.dtype in DTYPES and r <= MAX_WIDTH,
         f"{x.dtype} states and a width of {r}",
         empty=not x.size,
     )
@@ -83,7 +98,7 @@ def norm_router(
 
 @cache
 def _run(options: NormOptions, implementation: str | None):
-    """The op by one of its implementations, of rows x and threshold."""
+    """Return the op by one of its implementations, for rows x and threshold."""
 
     def kernel(launch, *args):
         from eejax.kernels.norm_router import triton

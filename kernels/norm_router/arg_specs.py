@@ -1,4 +1,4 @@
-"""Arguments that `norm_router` is tested with."""
+"""Arguments for tests of `norm_router`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from eejax.kernels.specs import DTYPES, Spec, normal
 RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
 LAYER = NormOptions("layernorm", 1e-5)
 
-# Rows, width of the model and of the router, norm, whether that has a bias; and whether a product
-# of a state and its scale is more than float16 holds.
+# Rows, widths of the model and the router, norm, whether it has a bias; and whether a product of a
+# state and its scale exceeds float16.
 SMALL = (
     (1, 64, 16, RMS, False),
     (5, 200, 48, LAYER, True),
@@ -38,10 +38,10 @@ LARGE = (
 def draw(
     key, n: int, d: int, r: int, norm: NormOptions, bias: bool, dtype: str, outlier: bool = False
 ) -> tuple:
-    """States with a mean, so that the two norms differ, and the arguments beside them."""
+    """Draw states and the other arguments; states have a mean, so that the two norms differ."""
     make = partial(normal, key, dtype=dtype)
     x, scale = make(0, (n, d), mean=0.5), make(1, (d,), std=0.2, mean=1.0 - norm.plus_one)
-    if outlier:  # as some columns of trained models are, for every token
+    if outlier:  # like some columns of trained models, for every token
         x, scale = x.at[:, d // 3].set(4e4), scale.at[d // 3].set(5.0)
     return (
         x,

@@ -1,4 +1,4 @@
-"""Sizes that `norm_router` is timed with: rows of a decoding batch, and of many prompts."""
+"""Sizes at which `norm_router` is timed: rows of a decoding batch, and of many prompts."""
 
 from __future__ import annotations
 

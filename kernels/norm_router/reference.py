@@ -17,17 +17,19 @@ def logit(
     up: jax.Array,
     up_bias: jax.Array,
 ) -> jax.Array:
-    """float32 [...]: up . silu(norm(x) @ down) + up_bias, of x [..., d]; products in x's dtype,
-    accumulated in float32."""
+    """Compute float32 up . silu(norm(x) @ down) + up_bias [...] of x [..., d].
+
+    Products are in x's dtype, accumulated in float32.
+    """
     h = norm(x, scale, bias, options)
     h = jnp.einsum("...d,dr->...r", h, down.astype(x.dtype), preferred_element_type=jnp.float32)
-    # Rounded as the matrix is, so that training sees what is served.
+    # Rounded like the matrix, so that training matches serving.
     up = up.astype(x.dtype).astype(jnp.float32)
     return jnp.einsum("...r,r->...", jax.nn.silu(h), up) + up_bias.astype(jnp.float32)
 
 
 def norm_router(options: NormOptions, x, scale, bias, down, up, up_bias, threshold):
-    """(confidence [n] float32, leaves [n] bool); see `api.norm_router`."""
+    """Return (confidence [n] float32, leaves [n] bool); see `api.norm_router`."""
     confidence = jax.nn.sigmoid(logit(options, x, scale, bias, down, up, up_bias))
     return confidence, leaves(confidence, threshold)
 

@@ -1,18 +1,19 @@
 """Triton kernels of `norm_router`.
 
-One pass over d: the products with `down` are of states times the norm's scale, whose variance is
-only known at the end and divides what was summed. For LayerNorm states are taken relative to the
-mean of their first tile, so that a large mean costs no precision, and what is left of the mean is
+There is one pass over d. It multiplies states times the norm's scale with `down`, and divides the
+sums at the end by the variance, which is known only then. For LayerNorm states are taken relative
+to the mean of their first tile, so that a large mean costs no precision. The rest of the mean is
 subtracted at the end, times the scale's own product with `down`.
 
-Float16 holds states, but not always their products with scales: these are taken relative to the
+Float16 holds states, but not always their products with scales. These are taken relative to the
 largest of them, by which the sums are multiplied at the end.
 
-Few rows would keep few multiprocessors busy: they are cut along d, and a second kernel adds up.
+Few rows would keep few multiprocessors busy, so they are split along d, and a second kernel adds
+up.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# Triton types jitted functions as such that never return.
+# Triton types jitted functions as never returning.
 
 from __future__ import annotations
 
@@ -24,8 +25,8 @@ import triton.language as tl
 from eejax.kernels import call
 from eejax.kernels.norms import NormOptions
 
-BLOCKS = 64  # fewer blocks of rows than this are cut along d
-MOST_CUTS = 32
+BLOCKS = 64  # fewer blocks of rows than this are split along d
+MAX_CUTS = 32
 
 
 @triton.jit
@@ -128,7 +129,7 @@ def _decide(
     EPS: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """Confidences of rows, from what `_sums` makes of all columns."""
+    """Compute confidences of rows from the results of `_sums` over all columns."""
     wide, real = tl.arange(0, BR), row < N
     mean = total / D
     variance = tl.maximum(square / D - mean * mean, 0.0)
@@ -166,7 +167,7 @@ def norm_router_kernel(
     BD: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """A block of rows."""
+    """Compute confidences of a block of rows."""
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     product, total, square, of_scale, of_bias = _sums(
         x_ptr,
@@ -228,8 +229,10 @@ def norm_router_sums_kernel(
     BD: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """A block of rows, and SPAN of their columns: products [cuts, N, R], sums [cuts, 2, N] and
-    constants [cuts, 2, R]."""
+    """Sum a block of rows over SPAN of their columns.
+
+    Writes products [cuts, N, R], sums [cuts, 2, N] and constants [cuts, 2, R].
+    """
     cut, wide = tl.program_id(1), tl.arange(0, BR)
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     product, total, square, of_scale, of_bias = _sums(
@@ -282,7 +285,7 @@ def norm_router_end_kernel(
     BN: tl.constexpr,
     BR: tl.constexpr,
 ):
-    """A block of rows: what the cuts made of them, always added up in the same order."""
+    """Add up the cuts of a block of rows, always in the same order, and compute confidences."""
     row, wide = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BR)
     real, inside = row < N, wide < R
     product = tl.zeros((BN, BR), tl.float32)
@@ -322,7 +325,7 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     """Compute `reference.norm_router` with kernels that `launch` runs."""
     (n, d), r = x.shape, down.shape[1]
     down, up = down.astype(x.dtype), up.astype(x.dtype)
-    # As much of a matrix at a time as is 16 KiB, so that three tiles fit the smallest chip.
+    # 16 KiB of a matrix at a time, so that three tiles fit the smallest chip.
     br = max(16, call.next_power_of_2(r))
     tile = 2**14 // (br * x.dtype.itemsize)
     bd = max(16, min(256 // x.dtype.itemsize, tile, call.next_power_of_2(d)))
@@ -358,7 +361,7 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
             **own,
         )
         return confidence, leaves.astype(bool)
-    cuts = min(MOST_CUTS, call.cdiv(2 * BLOCKS, blocks), call.cdiv(d, bd))
+    cuts = min(MAX_CUTS, call.cdiv(2 * BLOCKS, blocks), call.cdiv(d, bd))
     span = call.cdiv(call.cdiv(d, cuts), bd) * bd
     cuts = call.cdiv(d, span)
     shapes = [(cuts, n, r), (cuts, 2, n), (cuts, 2, r)]
@@ -396,8 +399,10 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
 
 
 def _rows(blocks: int, own: dict, half: bool) -> int:
-    """A program's rows, where there are enough for all multiprocessors: as many as the registers
-    take beside the matrix's tile."""
+    """Return the rows of a program if there are enough for all multiprocessors.
+
+    They are as many as fit into registers beside the matrix's tile.
+    """
     if blocks < 4 * BLOCKS or half and own["LAYER"] and own["BR"] > 128:
         return 16
     return 32 if own["LAYER"] or own["BR"] > 256 else 64

@@ -1,4 +1,4 @@
-"""`scatter`: rows that left, back in their places, normed on the way."""
+"""`scatter`: rows that left are written back to their places, normed on the way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eejax.kernels.norms import NormOptions
 from eejax.kernels.scatter import reference
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-MOST_WIDTH = 2**14  # a row is held whole, in registers
+MAX_WIDTH = 2**14  # maximum columns; a whole row is held in registers
 
 
 def scatter(
@@ -26,15 +26,23 @@ def scatter(
     options: NormOptions | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """`into` [m, d] with the norm of x [n, d] (without `options`: x itself) in the rows `place` [n]
-    int32, which have to differ; what lies outside of 0..m-1 is left out (TIDE's exit projection).
+    """Write the norm of rows x into rows of `into` (TIDE's exit projection).
 
-    scale, bias [d]: the norm's (no bias: None). The result has the dtype of `into`, whose place in
-    memory it takes where nobody else reads that. Differentiable, backwards, in into, x, scale and
-    bias. `vmap` takes batches one by one. `implementation`: one of `call.IMPLEMENTATIONS`.
+    The result has the dtype of `into`, whose memory it reuses if nothing else reads it. It is
+    differentiable in reverse mode in into, x, scale and bias. `vmap` takes batches one by one. The
+    kernel takes float32, float16 and bfloat16 and up to `MAX_WIDTH` columns; otherwise the
+    reference runs, with a warning.
 
-    Raises `ConfigError` for shapes that do not fit together. The kernel takes float32, float16 and
-    bfloat16 and up to `MOST_WIDTH` columns; anything else is the reference's, with a warning.
+    Args:
+      into: [m, d].
+      x: [n, d].
+      place: [n] int32, different rows of `into`; rows outside 0..m-1 are dropped.
+      scale, bias: [d] of the norm; bias may be None.
+      options: the norm; None writes x itself.
+      implementation: one of `call.IMPLEMENTATIONS`.
+
+    Raises:
+      ConfigError: for shapes that do not fit together.
     """
     n, d = x.shape if x.ndim == 2 else (0, 0)
     require(x.ndim == 2, "x", x.shape, "must be rows [n, d]", "Reshape them.")
@@ -59,7 +67,7 @@ def scatter(
     for name, value in (("scale", scale), ("bias", bias)):
         if value is not None:
             require(value.shape == (d,), name, value.shape, f"must be of shape {(d,)}")
-    covered = {x.dtype, into.dtype} <= set(map(jnp.dtype, DTYPES)) and d <= MOST_WIDTH
+    covered = {x.dtype, into.dtype} <= set(map(jnp.dtype, DTYPES)) and d <= MAX_WIDTH
     implementation = call.chosen(
         "scatter",
         implementation,

@@ -1,4 +1,4 @@
-"""Arguments that `scatter` is tested with."""
+"""Arguments for tests of `scatter`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eejax.kernels.specs import DTYPES, Spec, normal
 RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
 LAYER = NormOptions("layernorm", 1e-5)
 
-# Rows there are, rows that come, width, norm, whether that has a bias.
+# Rows of `into`, rows of x, width, norm, whether it has a bias.
 SMALL = (
     (1, 1, 64, RMS, False),
     (7, 5, 200, LAYER, True),
@@ -32,7 +32,7 @@ LARGE = (
 
 
 def draw(key, m: int, n: int, d: int, norm: NormOptions | None, bias: bool, dtype: str) -> tuple:
-    """Places that differ, of which some lie outside."""
+    """Draw arguments with different places, of which some lie outside."""
     make = partial(normal, key, dtype=dtype)
     place = jax.random.permutation(jax.random.fold_in(key, 9), max(m, n) + 3)[:n] - 1
     return (

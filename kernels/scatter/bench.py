@@ -1,4 +1,4 @@
-"""Sizes that `scatter` is timed with: a decoding batch half of which left, and many rows."""
+"""Sizes at which `scatter` is timed: a decoding batch half of which left, and many rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def case(m: int, n: int, d: int, dtype: str, tiny: bool = False) -> BenchCase:
         {"options": RMS},
         tiny,
     )
-    # Into a copy, as the benchmark reads what was there: m rows are read and written too.
+    # The benchmark writes into a copy, so m rows are read and written too.
     moved = (2 * m + 2 * n + 1) * d * jnp.dtype(dtype).itemsize
     return BenchCase(spec, dict(dtype=dtype, rows=n, into=m, d=d), moved, tiny)
 

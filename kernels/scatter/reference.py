@@ -16,10 +16,10 @@ def scatter(
     scale: jax.Array | None,
     bias: jax.Array | None,
 ) -> jax.Array:
-    """`into` [m, d] with rows of x in their places; see `api.scatter`."""
+    """Return `into` [m, d] with rows of x in their places; see `api.scatter`."""
     y = x
     if options is not None:
-        assert scale is not None  # `api.scatter` asks for one with options
+        assert scale is not None  # `api.scatter` requires one with options
         y = norm(x, scale, bias, options)
     place = jnp.where(place < 0, into.shape[0], place)
     return into.at[place].set(y.astype(into.dtype), mode="drop")

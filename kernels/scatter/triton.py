@@ -27,7 +27,7 @@ def scatter_kernel(
     PLUS_ONE: tl.constexpr,
     BD: tl.constexpr,
 ):
-    """A row. out is into's memory, or a copy of it."""
+    """Write a row. `out` is the memory of `into`, or a copy of it."""
     if out_ptr is None:
         out_ptr = into_ptr
     row, i = tl.program_id(0), tl.arange(0, BD)
@@ -43,7 +43,7 @@ def scatter_kernel(
         y = y * tl.rsqrt(tl.sum(y * y, 0) / D + EPS) * scale
     if BIAS:
         y += tl.load(bias_ptr + i, mask=inside, other=0.0).to(tl.float32)
-    if NORM:  # in x's dtype, as the norm's result is
+    if NORM:  # in x's dtype, like the norm's result
         y = y.to(x_ptr.dtype.element_ty)
     there = (place >= 0) & (place < M)
     tl.store(

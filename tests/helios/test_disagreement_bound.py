@@ -38,7 +38,7 @@ def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
         found = auditor.judge(prepare(p, config, depth), text[:11], text[11:])
         np.testing.assert_allclose(found.logprob, want.logprob[10:], atol=1e-5)
         np.testing.assert_array_equal(found.same, want.top[10:])
-    with pytest.raises(ConfigError, match="must have one token at least"):
+    with pytest.raises(ConfigError, match="must have at least one token"):
         auditor.judge(whole, [], [1, 2])
 
 
@@ -173,7 +173,8 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
 
 def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_run, monkeypatch):
     """Its first exit says too often what the whole model would not."""
-    monkeypatch.setattr(dispatch, "AUDITS", math.inf)  # of so small a model they take most time
+    # Audits of so small a model take most of the time.
+    monkeypatch.setattr(dispatch, "AUDIT_SHARE", math.inf)
     model = load_run(small_run)
     options = EngineOptions(cap=4, drafts=0, buckets=(8,))
     member = FleetMember(model.params, model.config, dict(threshold=0.0), options)

@@ -156,7 +156,7 @@ def test_work_by_hand():
 def test_a_batch_shares_weights_but_no_keys_and_values():
     alone, four = (energy.token_work(CONFIG, 2, batch=n) for n in (1, 4))
     assert four == (alone.flops, alone.bytes / 4)
-    seen = energy.token_work(CONFIG, 2, batch=4, seen=10)
+    seen = energy.token_work(CONFIG, 2, batch=4, cached=10)
     looked = 2 * 10 + 4 * 3
     assert seen.flops == alone.flops + 4 * D * looked
     assert seen.bytes == four.bytes + 2 * 2 * (D // 2) * looked
@@ -192,7 +192,7 @@ def test_no_token_is_run_twice_and_no_more_wait_than_may(exits, cap):
         (dict(exit=3), "exit = 3: must be in 0..2"),
         (dict(exit=-1), "exit = -1"),
         (dict(exit=0, batch=0), "batch = 0"),
-        (dict(exit=0, seen=-1), "seen = -1"),
+        (dict(exit=0, cached=-1), "cached = -1"),
     ],
 )
 def test_what_cannot_be_is_named(asked, names):

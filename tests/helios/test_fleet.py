@@ -90,7 +90,7 @@ def test_nobody_is_lost_while_models_and_depths_change(model, room):
         assert len(text) == NEW and text[:n] == want.tokens[i, :n].tolist()
     depths = {(c.model, c.depth) for c in served if c is not None}
     assert {("a", 1), ("b", 1), ("a", 3), ("b", 3)} <= depths
-    assert (fleet.dispatcher.taken_along > 0) == (room == 1.0)
+    assert (fleet.dispatcher.moved > 0) == (room == 1.0)
     assert controller.state.below == 0 and controller.state.emitted > 0
 
 
@@ -192,7 +192,7 @@ def test_who_cancels_is_not_taken_along(model):
         fleet.step()
     assert fleet.abort(first)
     fleet.dispatcher.free("a")
-    assert fleet.waiting == [second] and fleet.dispatcher.taken_along == 1
+    assert fleet.waiting == [second] and fleet.dispatcher.moved == 1
     outputs = fleet.run()
     assert [o.finish for o in outputs if o.request_id == first] == ["aborted"]
     assert [o.finish for o in outputs if o.request_id == second and o.finish] == ["length"]

@@ -31,7 +31,7 @@ def fails(*args, **kwargs):
 
 
 def half_done(engine, state, rows):
-    """As `of_slots`, until there is no room for the next array."""
+    """As `select_slots`, until there is no room for the next array."""
     jax.tree.leaves(state.cache)[0].delete()
     raise EXHAUSTED
 
@@ -63,7 +63,7 @@ def counted(outputs) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "name, broken", [("more_weights", fails), ("of_slots", half_done), ("deepen", fails)]
+    "name, broken", [("more_weights", fails), ("select_slots", half_done), ("deepen", fails)]
 )
 def test_a_model_there_is_no_room_to_grow_stays_as_it_is(model, monkeypatch, name, broken):
     """Whichever part of it fails. All requests are answered, and it is not tried again."""

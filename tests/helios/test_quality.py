@@ -375,7 +375,7 @@ def test_sources_of_quality():
     for wrong, said in (
         ("worst", "quality = 'worst': must be one of 'best', 'judge', 'benchmark'"),
         ("judge", "quality = 'judge': must name one model. As in judge:runs/judge"),
-        ("best:", "quality = 'best:': must have a name behind the colon"),
+        ("best:", "quality = 'best:': must have a name after the colon"),
     ):
         with pytest.raises(ConfigError, match=said):
             QualitySource.parse(wrong)

@@ -51,8 +51,8 @@ def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
 @pytest.mark.parametrize(
     "name, fix",
     [
-        ("runs", "Give a file, as this is a folder"),
-        ("link", "Give a file, as this is a folder"),
+        ("runs", "Give a file; this is a folder"),
+        ("link", "Give a file; this is a folder"),
         ("none/models.db", "Make the folder .*none, or give another file"),
         ("runs/one/models.db", "Make the folder .*one, or give another file"),
         ("pipe", "Give another file"),

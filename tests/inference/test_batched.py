@@ -343,7 +343,7 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
     ways, by_span = [], attention._by_span
 
     def elsewhere(*args, packed, **kwargs):
-        ways.append(by_span if packed.most is None else attention._at_once)
+        ways.append(by_span if packed.max_rows is None else attention._at_once)
         return ways[-1](*args, packed=packed, **kwargs)
 
     monkeypatch.setattr(attention, "_by_span", elsewhere)

@@ -106,8 +106,8 @@ def test_slots_are_the_most_that_fit(options):
 
     for n in (1, 40):
         assert count(size(n)) == n and count(size(n) - 1) == n - 1
-        assert count(size(n) + 0.5, most=3) == min(n, 3)
-    assert count(0) == count(-1e9) == 0 and count(float("inf"), most=5) == 5
+        assert count(size(n) + 0.5, max_slots=3) == min(n, 3)
+    assert count(0) == count(-1e9) == 0 and count(float("inf"), max_slots=5) == 5
     assert count(capacity.weight_bytes(TIED, 2)) == 0
 
 

@@ -290,10 +290,10 @@ def test_what_does_not_fit_an_engine_is_named(subset):
     with pytest.raises(ConfigError, match="n = 0: must be"):
         engine.generate(engine.start(), 0)
     other = EarlyExitEngine.make(p, config, SMALL, slots=2, context=CONTEXT // 2)
-    with pytest.raises(ConfigError, match="rows.context = 48: must be this engine's, 24"):
+    with pytest.raises(ConfigError, match="rows.context = 48: must be that of this engine, 24"):
         other.insert(other.start(), rows, [0])
     for limits in ([2.7], [-5], 3, [1, 2]):
-        with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1: one)"):
+        with pytest.raises(ConfigError, match="limits = .*must be (a sequence of|1, one)"):
             RequestRows.make(
                 config, [2], limits, ExitPolicy.make(config, 1), SamplingParams.make(1)
             )

@@ -90,7 +90,7 @@ def test_depths_there_cannot_be(model):
         with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 3..4"):
             part.grow(wrong)
     for wrong in ((3, 3, 3), (1, 2, 3, 4)):
-        with pytest.raises(ConfigError, match="must be one number, or 4 of which none rises"):
+        with pytest.raises(ConfigError, match="must be one number, or 4 numbers that never rise"):
             PartialModel(p, config, slots=wrong, depth=1, context=CONTEXT)
     for wrong in (0, 2):
         with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 1..1"):

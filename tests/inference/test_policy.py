@@ -229,7 +229,7 @@ def test_logits_are_made_only_for_who_reads_them():
     "values, message",
     [
         (dict(gate="trust"), "gate = 'trust': must be one of"),
-        (dict(gate=["margin"]), "must be one name, or 2: one each"),
+        (dict(gate=["margin"]), "must be one name, or 2, one per request"),
         (dict(min_exit_layer=-1), "min_exit_layer = -1: must be a number of layers in 0.."),
         (
             dict(min_exit_layer=CONFIG.n_layers + 1),

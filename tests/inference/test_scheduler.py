@@ -303,14 +303,14 @@ def test_a_request_goes_on_in_another_scheduler():
         add(make(), prompt, limit, tokens=[had[0]] * limit)
     engine = dataclasses.replace(ScriptedEngine(said, (2, 4), 2, 64))
     object.__setattr__(engine, "resumes", False)
-    with pytest.raises(ConfigError, match="the engine resumes nothing"):
+    with pytest.raises(ConfigError, match="the engine cannot resume"):
         add(Scheduler(engine, CONFIG), prompt, limit, tokens=had)
 
 
 @pytest.mark.parametrize(
     "change, match",
     [
-        (dict(request_id=""), "request_id = '': must be a string that is not empty"),
+        (dict(request_id=""), "request_id = '': must be a nonempty string"),
         (dict(request_id=3), "request_id = 3"),
         (dict(prompt="def"), "prompt = 'def': must be a sequence of token ids"),
         (dict(prompt=[1.5]), "prompt"),

@@ -76,7 +76,7 @@ def test_a_part_of_a_model_scores_by_the_exits_it_has(model):
 
 def test_what_cannot_be_scored_is_named(model):
     weights = prepare(model, CONFIG)
-    with pytest.raises(ConfigError, match="tokens = '1 tokens': must be two at least"):
+    with pytest.raises(ConfigError, match="tokens = '1 tokens': must be at least two"):
         score(weights, CONFIG, [3])
     with pytest.raises(ConfigError, match="exit = 3: must be in 0..2"):
         score(weights, CONFIG, [3, 4], exit=3)

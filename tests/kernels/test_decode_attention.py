@@ -341,7 +341,7 @@ def test_it_is_what_the_engine_mixes(interpreted):
         attention_softcap=4.0,
     )
     options, (q, k, v, keys, values, slot, position, first, slopes) = arguments(slopes=True)
-    options = AttentionOptions(options.width, options.most, 16**-0.5, softcap=4.0)
+    options = AttentionOptions(options.width, options.max_rows, 16**-0.5, softcap=4.0)
     first = first[:-1]
     packed = attention.PackedRows(slot, position, first, jnp.int32(len(first)), options.width)
     j = jnp.arange(keys.shape[1])[None, None]
@@ -383,7 +383,7 @@ def test_it_is_what_the_engine_mixes(interpreted):
 )
 def test_few_programs_are_cut_into_parts(slots, s, parts, interpreted):
     triton = importlib.import_module("eejax.kernels.decode_attention.triton")
-    options = AttentionOptions(width=4, most=4, scale=1.0)
+    options = AttentionOptions(width=4, max_rows=4, scale=1.0)
     assert triton.sizes(options, slots, 16, 1, 128, s, 2)["PARTS"] == parts
 
 
@@ -482,7 +482,7 @@ def test_what_does_not_fit_is_named(name, change, message):
     "given, message",
     [
         (dict(width=0), "AttentionOptions.width = 0: must be an integer of at least 1"),
-        (dict(most=1.5), "AttentionOptions.most = 1.5: must be an integer"),
+        (dict(max_rows=1.5), "AttentionOptions.max_rows = 1.5: must be an integer"),
         (dict(window=0), "AttentionOptions.window = 0: must be an integer of at least 1"),
         (dict(softcap=0.0), "AttentionOptions.softcap = 0.0: must be above 0"),
         (dict(scale=-1.0), "AttentionOptions.scale = -1.0: must be above 0"),
@@ -490,7 +490,7 @@ def test_what_does_not_fit_is_named(name, change, message):
 )
 def test_options_that_cannot_be_are_named(given, message):
     with pytest.raises(ConfigError, match=message):
-        AttentionOptions(**dict(width=4, most=4, scale=1.0) | given)
+        AttentionOptions(**dict(width=4, max_rows=4, scale=1.0) | given)
 
 
 def test_other_options_are_refused():

@@ -441,13 +441,13 @@ def test_what_does_not_fit_is_named():
 
 
 def test_a_dtype_without_a_kernel_is_the_references_with_a_warning(interpreted, monkeypatch):
-    monkeypatch.setattr(call, "_told", set())
+    monkeypatch.setattr(call, "_warned", set())
     options = HeadConfidenceOptions(200)
     x, _, _, table, head_bias = arguments(options=options, bias=False)
     x = x.astype(jnp.float8_e4m3fn)
     run = partial(head_confidence, x, None, None, table, head_bias, options=options)
     with pytest.warns(
-        UserWarning, match="no kernel covers float8_e4m3fn states; the reference runs in its place"
+        UserWarning, match="no kernel covers float8_e4m3fn states; the reference runs instead"
     ):
         got = run(implementation="interpreter")
     want = run(implementation="reference")

@@ -222,7 +222,7 @@ def test_an_unknown_implementation_is_named_at_once():
 
 
 def test_triton_without_a_gpu_says_what_to_ask_for():
-    with pytest.raises(RuntimeError, match="there is no GPU .* Ask for 'reference'"):
+    with pytest.raises(RuntimeError, match="there is no NVIDIA GPU .* Choose 'reference'"):
         compact(jnp.ones(3, bool), implementation="triton")
 
 

@@ -187,7 +187,7 @@ def test_what_does_not_fit_is_named():
 
 def test_a_width_without_a_kernel_is_the_references_with_a_warning(interpreted):
     args = arguments(r=600)
-    with pytest.warns(UserWarning, match="a width of 600; the reference runs in its place"):
+    with pytest.warns(UserWarning, match="a width of 600; the reference runs instead"):
         got = norm_router(*args, options=RMS, implementation="interpreter")
     want = norm_router(*args, options=RMS, implementation="reference")
     assert (got.confidence == want.confidence).all()

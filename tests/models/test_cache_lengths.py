@@ -82,7 +82,7 @@ def test_a_short_reach_reads_only_the_first_positions():
     """Garbage beyond the first bucket is masked either way; NaN there is seen if it is read."""
     config, p = setup("grouped")
     shape = (2 * config.n_kv_heads, LENGTH, config.head_dim)
-    cache = jnp.full(shape, jnp.nan).at[:, : attention.SHORTEST].set(0.5)
+    cache = jnp.full(shape, jnp.nan).at[:, : attention.MIN_CACHE_LENGTH].set(0.5)
 
     @jax.jit
     def row(start):
@@ -95,6 +95,6 @@ def test_a_short_reach_reads_only_the_first_positions():
     def reads(*start):
         return bool(jnp.isnan(row(jnp.asarray(start, jnp.int32))).any())
 
-    last = attention.SHORTEST - 1
+    last = attention.MIN_CACHE_LENGTH - 1
     assert not reads(0, last)
     assert reads(0, last + 1)

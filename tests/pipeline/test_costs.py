@@ -12,7 +12,7 @@ from eejax.common.errors import ConfigError
 from eejax.experiments.reproduce import ee_llm_formulas
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b, most_kept
+from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b, max_kept
 from eejax.pipeline.config import PipelineConfig
 from eejax.pipeline.costs import (
     Size,
@@ -147,11 +147,11 @@ def test_the_paper_keeps_p_minus_i_microbatches(case, deferred, exits_at_end):
     c, m = case
     line = async_1f1b(c, m, deferred=deferred, exits_at_end=exits_at_end)
     under_way = [min(c.stages - i, m) for i in range(c.stages)]
-    assert most_kept(line, FORWARD, BACKWARD).tolist() == under_way
+    assert max_kept(line, FORWARD, BACKWARD).tolist() == under_way
     there = work_of_stages(c, exits_at_end)
     exits = [there[i] > c.layers[i].total for i in range(c.stages)]
     expected = [e * (1 if deferred else n) for e, n in zip(exits, under_way, strict=True)]
-    assert most_kept(line, EXIT_FORWARD, EXIT_BACKWARD).tolist() == expected
+    assert max_kept(line, EXIT_FORWARD, EXIT_BACKWARD).tolist() == expected
 
 
 @given(drawn(), st.booleans(), st.booleans(), st.data())
@@ -245,7 +245,7 @@ def test_where_exits_lie():
     assert name(earlier.inner) == [(1, 4), (5, 6), ()]
     for layers in ((4, 4, 1), (8, 0), (4, 2)):
         with pytest.raises(
-            ConfigError, match="pipeline.layers = .*(a layer or more|add up to the 8)"
+            ConfigError, match="pipeline.layers = .*(at least one layer|add up to the 8)"
         ):
             exit_places(config, layers)
 

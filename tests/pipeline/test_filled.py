@@ -12,7 +12,7 @@ from tables import assert_right_values, assert_slots_hold
 
 from eejax.common.errors import ConfigError
 from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Route, one_f_one_b, rings
-from eejax.pipeline.schedule_fill import filled, filled_to, most_inserted
+from eejax.pipeline.schedule_fill import filled, filled_to, max_inserted
 from eejax.pipeline.simulate import PassTime, simulate, stage_costs
 
 times = st.integers(0, 12).map(lambda n: n / 4)
@@ -100,7 +100,7 @@ def test_whatever_is_inserted_the_table_is_whole_and_takes_no_longer(case):
 def test_part_1_is_as_full_as_the_paper_says(p, m, f, b):
     """K microbatches, of K, K - 1, ... stages, where every stage has an exit that is for free."""
     k = math.floor((p - 1) / (f / b + 1) + 1e-9)
-    assert most_inserted(p, f, b) == k
+    assert max_inserted(p, f, b) == k
     found = filled(stage_costs((1,) * p, layer=PassTime(f, b)), m, inner_stages=range(p))
     tops = [r.top + 1 for r in found.schedule.routes[m : m + found.part1]]
     assert tops == list(range(k, 0, -1))
@@ -113,7 +113,7 @@ def test_part_1_is_as_full_as_the_paper_says(p, m, f, b):
 @pytest.mark.parametrize("m", [1, 2, 24])
 def test_part_2_is_as_full_as_the_paper_says(p, f, b, m):
     """The i-th of K microbatches takes floor(P - i (f/b + 1)) stages back."""
-    k = most_inserted(p, f, b)
+    k = max_inserted(p, f, b)
     found = filled(stage_costs((1,) * p, layer=PassTime(f, b)), m, part1=0)
     ways = [p - r.bottom for r in found.schedule.routes[m:]]
     assert ways == [math.floor(p - i * (f / b + 1) + 1e-9) for i in range(1, k + 1)]
@@ -126,7 +126,7 @@ def test_part_2_is_as_full_as_the_paper_says(p, f, b, m):
 @pytest.mark.parametrize("p", [4, 8])
 def test_both_parts_are_full_where_there_are_as_many_microbatches_as_stages(p):
     found = filled(stage_costs((1,) * p, layer=PassTime(1, 2)), p, inner_stages=range(p))
-    assert found.part1 == found.part2 == most_inserted(p, 1, 2) == p // 2
+    assert found.part1 == found.part2 == max_inserted(p, 1, 2) == p // 2
 
 
 @pytest.mark.parametrize("p", [4, 8])

@@ -219,7 +219,7 @@ def test_a_member_whose_answers_are_no_numbers_is_named():
         lambda a: np.full_like(a, np.nan), jax.device_get(members["small"].params)
     )
     members["small"] = dataclasses.replace(members["small"], params=broken)
-    with pytest.raises(DataError, match="small: its answers are no numbers"):
+    with pytest.raises(DataError, match="small: its logits are not finite"):
         fleets.built(
             members, ByteTokenizer(), fleets.FleetConfig(), slots=2, prompts=("hello there",)
         )

@@ -1,6 +1,6 @@
 """Triton kernels of a program that is lowered for CUDA: their PTX, registers and memory.
 
-No GPU is needed, but jax-triton is, and with it JAX's CUDA plugin.
+It needs no GPU, but jax-triton and with it JAX's CUDA plugin.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from eejax.kernels import call, triton_call
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A kernel of a program: threads in warps, bytes of shared memory, and its PTX."""
+    """A kernel of a program.
+
+    Attributes:
+      name: its name.
+      warps: number of warps.
+      shared: bytes of shared memory.
+      grid: numbers of programs.
+      ptx: its PTX.
+    """
 
     name: str
     warps: int
@@ -37,11 +45,11 @@ class Kernel:
 
     @property
     def doubles(self) -> bool:
-        """The kernel computes in float64, as happens where a Python number slips in."""
+        """True if the kernel computes in float64, which happens if a Python number slips in."""
         return ".f64" in self.ptx
 
     def usage(self) -> tuple[int, int]:
-        """(registers a thread, bytes spilled), by the assembler that comes with Triton."""
+        """Return (registers per thread, bytes spilled), by the assembler that comes with Triton."""
         from triton.backends.nvidia.compiler import get_ptxas
 
         target = _found(r"\.target (sm_(\d+)\w*)", self.ptx)
@@ -66,7 +74,7 @@ class Kernel:
 
 
 def _found(pattern: str, text: str) -> re.Match[str]:
-    """Search what an assembler reads or says; raise ValueError where the pattern is not in it."""
+    """Search an assembler's input or output; raise ValueError if the pattern is not in it."""
     found = re.search(pattern, text)
     if found is None:
         raise ValueError(f"nothing matches {pattern!r} in {reprlib.repr(text)}")
@@ -76,7 +84,7 @@ def _found(pattern: str, text: str) -> re.Match[str]:
 def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
     """Return the kernels of jax.jit(run)(*args) on a GPU of a compute capability (80, 90).
 
-    They are in the order of the program; a kernel in a loop or a branch is there once for each
+    They are in the order of the program; a kernel in a loop or a branch is listed once for each
     place that calls it.
     """
     with call.compute_capability(capability):
@@ -96,7 +104,7 @@ def _packed(op: Any) -> bytes | None:
         return None
     target, config = op.attributes["call_target_name"].value, op.attributes["backend_config"]
     if target == triton_call.FFI:
-        # JAX keeps attributes apart, where StableHLO's verifier expects a string.
+        # JAX keeps these attributes separate, as StableHLO's verifier expects a string.
         apart = "mhlo.backend_config"
         config = op.attributes[apart] if apart in op.attributes else config
         return config["opaque"].value_bytes
@@ -129,7 +137,8 @@ def _kernel(message: bytes) -> Kernel:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """(number, value) of a protocol buffer's fields: integers, and bytes of what has a length."""
+    """Yield (number, value) of a protocol buffer's fields: integers, and bytes if they have a
+    length."""
     i = 0
 
     def integer() -> int:

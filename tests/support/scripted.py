@@ -26,10 +26,11 @@ class ScriptedRow:
 class ScriptedEngine:
     """An `engine.Engine` whose i-th new token of a prompt is script(prompt, i) = (token, exit).
 
-    A token has gone through the layers below its exit. States are tuples of rows, None where a slot
-    is free.
+    A token counts the layers below its exit. States are tuples of rows, None where a slot is free.
 
-    boundaries: of the exits, the final one last.
+    Attributes:
+      script: returns token and exit of a prompt's i-th new token.
+      boundaries: boundaries of the exits, the final one last.
     """
 
     script: Callable[[tuple[int, ...], int], tuple[int, int]]
@@ -38,7 +39,7 @@ class ScriptedEngine:
     context: int
 
     resumes = True
-    takes_logits_params = True  # which changes nothing of what it is told
+    takes_logits_params = True  # and ignores them
 
     @property
     def num_segments(self) -> int:
@@ -60,7 +61,7 @@ class ScriptedEngine:
                 f"must have at least 1 token and fewer than the context ({self.context})",
             )
             ends = frozenset(stop_token_ids[i][stop_token_ids[i] >= 0].tolist())
-            # What is behind the prompt was emitted before.
+            # Tokens after the prompt were emitted before.
             start = int(np.asarray(request.start)[i])
             emitted = len(prompt) - start
             limit = min(int(limits[i]), self.context - start) - emitted

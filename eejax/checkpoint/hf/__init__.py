@@ -1,4 +1,4 @@
-"""Pretrained models of the Hugging Face form, in and out."""
+"""Import and export of pretrained models in the Hugging Face format."""
 
 from eejax.checkpoint.hf.families import Family, register_family
 from eejax.checkpoint.hf.load import Pretrained, load_pretrained

@@ -1,7 +1,7 @@
-"""A model of an unknown `model_type` against what transformers computes of it.
+"""Comparison of a model of an unknown `model_type` with transformers.
 
-What its tensors do not tell is found by comparison. Where nothing can be compared, only a model
-is read of which tensors and keys tell everything that is not usual.
+The comparison finds what the tensors do not show. If nothing can be compared, a model is read only
+if its tensors and keys determine everything that is unusual.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from eejax.common.trees import Tree
 from eejax.models import exits, params, transformer
 from eejax.models.config import ModelConfig
 
-# Of the comparison with transformers: tokens that are compared, and at most; logits of how many of
-# them, at either end; and parameters of a model that is held twice for it.
-TOKENS, MOST_TOKENS, ROWS = 128, 1024, 16
-MOST_PARAMETERS = 2 * 10**9
-MOST_KEYS = 4  # that a message names
+# Comparison with transformers: number of tokens, and its maximum; tokens at either end whose logits
+# are compared; and maximum parameters of a model, which is held twice.
+TOKENS, MAX_TOKENS, ROWS = 128, 1024, 16
+MAX_PARAMETERS = 2 * 10**9
+MAX_KEYS = 4  # maximum keys that a message names
 RUNS_NOT = "transformers does not run it here"
 
 
 def variants(config: ModelConfig) -> Iterator[ModelConfig]:
-    """Models of the same tensors, the likeliest first."""
+    """Yield models with the same tensors, the likeliest first."""
     residuals = [config.residual] + ["parallel"] * (
         config.residual == "sequential" and config.norm_placement == "pre"
     )
@@ -48,20 +48,26 @@ def variants(config: ModelConfig) -> Iterator[ModelConfig]:
         )
 
 
-class Found(NamedTuple):
-    """config: the variant that fits, or the likeliest; sure: whether a comparison tells that it is
-    the model; told: what was compared; why: the reason where nothing was."""
+class ComparedConfig(NamedTuple):
+    """A configuration after the comparison.
+
+    Attributes:
+      config: the variant that fits, or the likeliest one.
+      sure: whether a comparison confirmed it.
+      comparison: what was compared, for messages.
+      why: the reason why nothing was compared, or "".
+    """
 
     config: ModelConfig
     sure: bool
-    told: str
+    comparison: str
     why: str = ""
 
 
 def incomparable(path: pathlib.Path, config: ModelConfig) -> str:
-    """Why transformers cannot compute the model here, '' where nothing tells so yet."""
-    if params.count(config) > MOST_PARAMETERS:
-        return f"it has more than {MOST_PARAMETERS:.0e} parameters, too many to be held twice"
+    """Return why transformers cannot compute the model here, or ""."""
+    if params.count(config) > MAX_PARAMETERS:
+        return f"it has more than {MAX_PARAMETERS:.0e} parameters, too many to be held twice"
     try:
         import torch  # noqa: F401  # pyright: ignore[reportMissingImports]  # may be missing
         from transformers import AutoConfig  # pyright: ignore[reportMissingImports]
@@ -69,17 +75,17 @@ def incomparable(path: pathlib.Path, config: ModelConfig) -> str:
         return "transformers and torch are not installed"
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception:  # of a type it does not know, or of its own validation
+    except Exception:  # for an unknown type, or from its own validation
         return RUNS_NOT
     return ""
 
 
-def require_told(raw: Raw, rules: list[Rule], why: str) -> None:
-    """Raise CheckpointError for a model that its tensors and keys leave ambiguous.
+def require_unambiguous(raw: Raw, rules: list[Rule], why: str) -> None:
+    """Raise CheckpointError if tensors and keys leave a model ambiguous.
 
-    It is raised where nothing can be compared.
+    It is called if nothing can be compared.
     """
-    reasons = untold(raw)
+    reasons = ambiguities(raw)
     fused = [rule.theirs[0].format(i=0) for rule in rules if len(rule.ours) > 1]
     reasons += [f"{name}, a fused projection whose order is never guessed" for name in fused[:1]]
     if reasons:
@@ -91,18 +97,18 @@ def require_told(raw: Raw, rules: list[Rule], why: str) -> None:
         )
 
 
-def untold(raw: Raw) -> list[str]:
-    """Return what a config.json leaves open, or says of settings that nothing here reads."""
+def ambiguities(raw: Raw) -> list[str]:
+    """Return what a config.json leaves open, and its settings that nothing here reads."""
     told = [
         f"ALiBi ({name} = true), whose slopes differ from family to family"
         for name in ALIBI
         if setting(raw, name)
     ]
     others = [(name, value) for name, value in unread(raw).items() if name not in ALIBI]
-    for name, value in others[:MOST_KEYS]:
+    for name, value in others[:MAX_KEYS]:
         about = f" ({words(name)})" if words(name) else ""
         told.append(f"{name} = {value!r}{about}, which nothing here reads")
-    return told + [f"{len(others) - MOST_KEYS} such settings more"] * (len(others) > MOST_KEYS)
+    return told + [f"{len(others) - MAX_KEYS} such settings more"] * (len(others) > MAX_KEYS)
 
 
 def verified(
@@ -111,15 +117,24 @@ def verified(
     tree: Tree,
     say=lambda line: None,
     tolerance: float = 1e-3,
-) -> Found:
-    """The variant that computes what transformers does, where that can be compared.
+) -> ComparedConfig:
+    """Return the variant that computes the same as transformers, if that can be compared.
 
-    Both compute in float32, of parameters that are rounded alike. say: is given a line for each
-    step. tolerance: of the largest logit. Raises CheckpointError where no variant comes as near.
+    Both compute in float32, with parameters that are rounded alike.
+
+    Args:
+      raw: the config.json.
+      config: the likeliest variant.
+      tree: the parameters.
+      say: receives a line for each step.
+      tolerance: allowed difference, relative to the largest logit.
+
+    Raises:
+      CheckpointError: if no variant is within the tolerance.
     """
     path = raw.path.parent
     if why := incomparable(path, config):
-        return Found(config, False, f"which nothing was compared with ({why})", why)
+        return ComparedConfig(config, False, f"which nothing was compared with ({why})", why)
     import torch  # pyright: ignore[reportMissingImports]  # `incomparable` imported them
     import transformers  # pyright: ignore[reportMissingImports]
 
@@ -129,17 +144,19 @@ def verified(
             path, dtype=torch.float32, trust_remote_code=False
         ).eval()
     except (ImportError, ValueError, OSError, KeyError, RuntimeError):
-        # Another version, code of its own, other tensors: there is no telling.
-        return Found(config, False, f"which nothing was compared with ({RUNS_NOT})", RUNS_NOT)
+        # It may fail for many reasons: another version, custom code, other tensors.
+        return ComparedConfig(
+            config, False, f"which nothing was compared with ({RUNS_NOT})", RUNS_NOT
+        )
     reach = reach_of(config)
-    length = min(config.context_length, max(TOKENS, reach + ROWS), MOST_TOKENS)
+    length = min(config.context_length, max(TOKENS, reach + ROWS), MAX_TOKENS)
     asked = np.random.default_rng(0).integers(0, config.vocab_size, (1, length)).astype(np.int32)
     with torch.no_grad():
         for name, p in theirs.named_parameters():
-            if p.ndim > 1 and "norm" not in name:  # as ours are rounded (`params.for_compute`)
+            if p.ndim > 1 and "norm" not in name:  # rounded like ours (`params.for_compute`)
                 p.copy_(p.to(getattr(torch, config.dtype)))
         want = theirs(torch.tensor(asked.astype(np.int64))).logits[0].numpy()
-    # Few tokens tell most variants; the last of many see windows and scaled positions.
+    # Few tokens distinguish most variants; the last of many show windows and scaled positions.
     start, end = slice(0, ROWS), slice(max(0, length - ROWS), length)
     most, far = tolerance * float(np.abs(want[start]).max()), []
     say(f"comparing the logits of {length} tokens")
@@ -156,9 +173,9 @@ def verified(
             sure = length > reach or length == config.context_length
             if not sure:
                 told += f", but has a window or a scaling that only more than {reach} tokens tell"
-            return Found(model.replace(dtype=config.dtype), sure, f"which {told}")
+            return ComparedConfig(model.replace(dtype=config.dtype), sure, f"which {told}")
         far.append(off)
-    suspects = untold(raw)
+    suspects = ambiguities(raw)
     cause = f" It has {'; '.join(suspects)}." if suspects else ""
     raise CheckpointError(
         f"{path}: was recognised by its tensors, but computes something else than transformers: "
@@ -175,8 +192,10 @@ def _variant(config: ModelConfig) -> str:
 
 
 def reach_of(config: ModelConfig) -> int:
-    """Tokens over which a wrong window, or a wrong scaling of positions, may not be seen; 0 for a
-    model without."""
+    """Return the number of tokens within which a wrong window or position scaling may not show.
+
+    It is 0 for a model with neither.
+    """
     marks = [w for i in range(config.n_layers) if (w := config.window(i)) is not None]
     if config.position == "rotary" and config.rotary.original_context is not None:
         marks.append(config.rotary.original_context)
@@ -186,7 +205,7 @@ def reach_of(config: ModelConfig) -> int:
 def _distance(
     tree: Tree, config: ModelConfig, asked: np.ndarray, rows: slice, want: np.ndarray
 ) -> float:
-    """Return the distance of some rows' logits from those wanted, [t, v] of the whole text."""
+    """Return the distance of some rows' logits from the expected ones, [t, v] of the whole text."""
 
     @jax.jit
     def run(tree, asked):

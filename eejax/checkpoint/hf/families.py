@@ -1,4 +1,4 @@
-"""The families that are known: one table each."""
+"""The known model families, one table each."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ GPT_ALIASES = {
 
 
 def rms(kv: int, head_dim: int | None = None) -> dict[str, tuple[str, Any]]:
-    """Sizes of a family whose configurations are completed to so many key/value heads."""
+    """Return the sizes of a family with a default number of key and value heads."""
     return RMS | {
         "num_key_value_heads": ("n_kv_heads", kv),
         "head_dim": ("head_dim", head_dim),

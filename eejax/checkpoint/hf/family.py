@@ -1,4 +1,4 @@
-"""The form of a model family: its settings, and where its tensors lie."""
+"""The description of a model family: its settings, and the places of its tensors."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ _TYPES = {f.name: f.type for f in dataclasses.fields(ModelConfig)}
 class Family:
     """Description of a `model_type`.
 
-    `read` and `write` are inverse to each other: what a family cannot write, it would not read as
-    the same.
+    `read` and `write` are inverse to each other: a model that a family cannot write would be read
+    as a different one.
 
     Attributes:
       model_type, architecture: their names in config.json.
-      sizes: name in config.json -> (name in ModelConfig, value where it is left out).
+      sizes: name in config.json -> (name in ModelConfig, default).
       rules: places of the tensors.
-      fixed: settings that are the same in all of the family.
-      activation: the setting's name, and its value where it is left out.
-      tied: whether the head is tied, where config.json does not say.
+      fixed: settings that are the same in the whole family.
+      activation: the setting's name, and its default.
+      tied: whether the head is tied if config.json does not say.
       plain: settings of which only one value can be represented.
-      more, written: what else is read from a config.json, and written to one.
+      more, written: functions for further settings that are read from, and written to, config.json.
       prefix: prefix of all names, which some files leave out.
-      renamed: names that mean others.
-      skipped: ends of names that hold no parameters.
+      renamed: replaced names of tensors.
+      skipped: suffixes of names that hold no parameters.
       aliases: other names of settings, which must agree.
-      whole_heads: transformers refuses a hidden size that the heads do not divide.
+      whole_heads: whether transformers refuses a hidden size that the heads do not divide.
     """
 
     model_type: str
@@ -80,9 +80,10 @@ class Family:
             raise raw.refuse("model_type", self.model_type, f"as {error}".rstrip(".")) from error
 
     def write(self, config: ModelConfig) -> Values:
-        """config.json's values; of a model that the family cannot say they read as another one.
+        """Return config.json's values.
 
-        Raises ConfigError for a model that transformers would not open.
+        A model that the family cannot express is read back as a different one. Raises ConfigError
+        for a model that transformers would not open.
         """
         require(
             not self.whole_heads or config.d_model % config.n_heads == 0,
@@ -111,7 +112,7 @@ def register_family(family: Family) -> None:
 
 
 def _size(raw: Raw, name: str, ours: str, default: Any) -> Any:
-    """A size, or another number; null is no value of its own where a model can do without."""
+    """Return a size, or another number; null counts as a value only if the field may be None."""
     if _TYPES[ours] == "int | None" and raw.stored(name, default) is None:
         return None
     return (raw.size if _TYPES[ours].startswith("int") else raw)(name, default)

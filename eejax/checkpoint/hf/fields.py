@@ -1,4 +1,4 @@
-"""Settings of a Hugging Face config.json, and what they are to `ModelConfig`."""
+"""Settings of a Hugging Face config.json, and their meaning for `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -37,23 +37,28 @@ NAMES = {
 
 @dataclasses.dataclass(frozen=True)
 class Raw:
-    """The values of a config.json. Errors (CheckpointError) name the file and the field.
+    """The values of a config.json, whose errors (CheckpointError) name the file and the field.
 
-    seen: the fields that were asked for, which tells those that nothing reads.
+    Attributes:
+      path: path of the file.
+      values: its contents.
+      fields_read: fields that were read, which shows those that nothing reads.
     """
 
     path: pathlib.Path
     values: Mapping[str, Any]
-    seen: set[str] = dataclasses.field(default_factory=set, compare=False)
+    fields_read: set[str] = dataclasses.field(default_factory=set, compare=False)
 
     def stored(self, name: str, default: Any = None) -> Any:
-        """A field's value as it is written, null too; the default where it is left out."""
-        self.seen.add(name)
+        """Return a field's value as it is written, including null; the default if it is missing."""
+        self.fields_read.add(name)
         return self.values.get(name, default)
 
     def __call__(self, name: str, default: Any = REQUIRED) -> Any:
-        """A field's value; null counts as left out. One with a default that is a switch or a
-        number must be one too."""
+        """Return a field's value; null counts as missing.
+
+        A field whose default is a switch or a number must be one too.
+        """
         value = self.stored(name)
         if value is not None:
             if isinstance(default, bool) and not isinstance(value, bool):
@@ -84,7 +89,7 @@ class Raw:
         return value
 
     def table(self, name: str) -> Mapping[str, Any]:
-        """A field that is an object, {} where it is left out. name: a.b is b within a."""
+        """Return a field that is an object, {} if it is missing; a name a.b is field b within a."""
         *outer, last = name.split(".")
         value = self.table(".".join(outer)).get(last) if outer else self.stored(last)
         if value is not None and not isinstance(value, dict):
@@ -103,15 +108,18 @@ class Raw:
         return ACTIVATIONS[value]
 
     def must_divide(self, name: str, whole: str) -> int:
-        """The quotient of two sizes, of which `name` is the divisor."""
+        """Return the quotient of two sizes, of which `name` is the divisor."""
         rest = self.size(whole) % self.size(name)
         if rest:
             raise self.refuse(name, self(name), f"must divide {whole} ({self(whole)})")
         return self(whole) // self(name)
 
     def windows(self, default: int | None, pattern=None) -> int | tuple[int | None, ...] | None:
-        """Sliding windows: of the layers that have one by `layer_types`, or else by `pattern(i)`;
-        without a pattern of all layers. Left out, a window is the default; null is none."""
+        """Return the sliding windows of the layers.
+
+        The layers with a window are those of `layer_types`, or else of `pattern(i)`; without a
+        pattern all layers have one. A missing window is the default; null is none.
+        """
         window, n = self.stored("sliding_window", default), self("num_hidden_layers")
         kinds = self("layer_types", None)
         known = ("sliding_attention", "full_attention")
@@ -135,17 +143,18 @@ class Raw:
 
 
 def is_number(value: Any) -> bool:
-    """A finite one: JSON of Python's has Infinity and NaN too."""
+    """Return whether a value is a finite number; JSON as Python writes it also has Infinity and
+    NaN."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def write_windows(
     config: ModelConfig, by_layer: bool = True, empty: int | None = None
 ) -> dict[str, Any]:
-    """`sliding_window`, and `layer_types` where the family has windows by layer.
+    """Return `sliding_window`, and `layer_types` if the family has windows by layer.
 
-    empty: written for a model without windows. Raises ConfigError for windows of several sizes, or
-    of some layers alone where the family has them in all.
+    `empty` is written for a model without windows. Raises ConfigError for windows of several sizes,
+    or for windows of some layers if the family has them in all.
     """
     each = [config.window(i) for i in range(config.n_layers)]
     sizes = {w for w in each if w is not None}

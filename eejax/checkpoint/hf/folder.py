@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder, by name, one at a time."""
+"""The tensors of a Hugging Face folder, read by name one at a time."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ from eejax.common.errors import CheckpointError
 
 CONFIG = "config.json"
 FILES = ("model.safetensors", "pytorch_model.bin")
-"""Weights in one file; `<name>.index.json` says where they lie in several."""
+"""Weights in one file; `<name>.index.json` lists the files if there are several."""
 
 
 class Tensors(Protocol):
     """The tensors of one file."""
 
     def names(self) -> Mapping[str, tuple[int, ...]]:
-        """Shapes by name."""
+        """Return shapes by name."""
         ...
 
     def read(self, name: str) -> np.ndarray: ...
 
 
 class Folder:
-    """All tensors of a folder. Files are opened once; values are read when they are asked for.
+    """All tensors of a folder.
 
-    absent: names that an index lists and their file lacks, with that file's path.
+    Files are opened once; values are read on request. `absent` maps names that an index lists, and
+    their file lacks, to that file's path.
 
-    Raises CheckpointError where there are no weights, or a shard is missing or cut off.
+    Raises CheckpointError if there are no weights, or a shard is missing or cut off.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -76,9 +77,9 @@ class Folder:
             self._of |= dict.fromkeys(wanted - absent, tensors)
 
     def require_whole(self, spare: Collection[str] = ()) -> None:
-        """Raise CheckpointError where the index and its files list different tensors.
+        """Raise CheckpointError if the index and its files list different tensors.
 
-        Tensors that are not needed may be missing.
+        Tensors in `spare` are not needed and may be missing.
         """
         absent = sorted(set(self.absent) - set(spare))
         if absent:

@@ -1,4 +1,4 @@
-"""generation_config.json: how texts of a model are begun, ended and drawn by default."""
+"""The file generation_config.json: how a model's texts begin, end and are sampled by default."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def read(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a folder's file; without one, the ids that its config.json has.
+    """Return the values of a folder's file; without one, the token ids of its config.json.
 
-    Raises CheckpointError where the file is no object of JSON.
+    Raises CheckpointError if the file is not a JSON object.
     """
     if (path / FILE).is_file():
         return read_json(path / FILE)
@@ -27,10 +27,11 @@ def read(path: pathlib.Path, config: Mapping[str, Any]) -> dict[str, Any]:
 def tokens(
     tokenizer: Tokenizer | None, vocab_size: int, generation: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The ids that begin, end and pad texts: every token that ends one, as the tokenizer has them.
+    """Return the ids that begin, end and pad texts, with every token that ends one for the
+    tokenizer.
 
-    Where it has none, those of `generation`. What is no token of the model is null, for what is
-    left out would be the family's.
+    Ids that the tokenizer lacks are those of `generation`. An id that is no token of the model is
+    null, because a missing one would be the family's.
     """
     ends = list(getattr(tokenizer, "end_ids", ()))
     found = (getattr(tokenizer, "bos_id", None), ends or None, getattr(tokenizer, "pad_id", None))
@@ -41,7 +42,7 @@ def tokens(
 
 
 def write(path: pathlib.Path, generation: Mapping[str, Any], ids: Mapping[str, Any]) -> None:
-    """The file, of what was read and a model's `tokens`."""
+    """Write the file from the values that were read and a model's `tokens`."""
     values = {**generation, **ids}
     values = {name: value for name, value in values.items() if value is not None}
     (path / FILE).write_text(json.dumps(values, indent=1) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Keys of a config.json that change no logits, and those that nothing has read."""
+"""Keys of a config.json that change no logits, and keys that nothing has read."""
 
 from __future__ import annotations
 
@@ -44,10 +44,11 @@ def is_idle(name: str) -> bool:
 
 
 def unread(raw: Raw) -> dict[str, Any]:
-    """Keys that nothing has read, and that may change logits; those within an object as a.b."""
+    """Return keys that nothing has read and that may change logits; keys within an object as
+    a.b."""
     found = {}
     for name, value in raw.values.items():
-        if name in raw.seen or is_idle(name):
+        if name in raw.fields_read or is_idle(name):
             continue
         inner = value if isinstance(value, dict) else {}
         found |= {f"{name}.{k}": v for k, v in inner.items()} if inner else {name: value}
@@ -55,7 +56,7 @@ def unread(raw: Raw) -> dict[str, Any]:
 
 
 def words(name: str) -> str:
-    """Return what a key is about, '' where its name does not tell."""
+    """Return a description of a key, or "" if its name shows none."""
     found = [word for pattern, word in _WORDS if re.search(pattern, name)]
     return found[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""Conversion between tensors of another library and our leaves, in both directions."""
+"""Conversion between tensors of another library and our parameter leaves, in both directions."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ Shapes = tuple[tuple[int, ...], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """theirs: names of tensors; ours: paths of leaves, such as "attn/q" (within a layer) or
-    "embed/tokens". In the names of a layer's tensors {i} is its number.
+    """A conversion between tensors and leaves.
 
-    read(config, tensors, shapes): our leaves, of these shapes; write(config, leaves): the tensors,
-    None where what is read so is written by other rules.
+    Attributes:
+      theirs: names of tensors; {i} stands for the number of a layer.
+      ours: paths of leaves, such as "attn/q" (within a layer) or "embed/tokens".
+      read: (config, tensors, shapes of the leaves) -> leaves.
+      write: (config, leaves) -> tensors; None if other rules write these leaves.
     """
 
     theirs: tuple[str, ...]
@@ -34,7 +36,8 @@ class Rule:
 
 
 def vector(theirs: str, ours: str) -> Rule:
-    """The same numbers in the same order: norms and biases, whose heads we keep apart."""
+    """Return a rule for the same numbers in the same order: norms and biases, whose heads we
+    separate."""
     return Rule(
         (theirs,),
         (ours,),
@@ -44,7 +47,7 @@ def vector(theirs: str, ours: str) -> Rule:
 
 
 def linear(theirs: str, ours: str) -> Rule:
-    """A matrix [out, in] of theirs; of ours [in, out], with heads apart."""
+    """Return a rule for their matrix [out, in] and ours [in, out], with heads separate."""
     return Rule(
         (theirs,),
         (ours,),
@@ -54,7 +57,7 @@ def linear(theirs: str, ours: str) -> Rule:
 
 
 def conv1d(theirs: str, ours: str) -> Rule:
-    """A matrix [in, out] (GPT-2's Conv1D)."""
+    """Return a rule for a matrix [in, out] (GPT-2's Conv1D)."""
     return Rule(
         (theirs,),
         (ours,),
@@ -64,7 +67,7 @@ def conv1d(theirs: str, ours: str) -> Rule:
 
 
 def vocabulary(theirs: str, ours: str) -> Rule:
-    """[v, d] or [v]; ours may have rows that no token has, which are 0."""
+    """Return a rule for [v, d] or [v]; ours may have padding rows, which are 0."""
 
     def read(config, a, shapes):
         rows = reshaped(theirs, a[0], (config.vocab_size, *shapes[0][1:]))
@@ -74,7 +77,8 @@ def vocabulary(theirs: str, ours: str) -> Rule:
 
 
 def positions(theirs: str, ours: str, skipped: int) -> Rule:
-    """[t, d] whose first rows no position has (OPT's two); written as 0."""
+    """Return a rule for [t, d] whose first rows belong to no position (OPT's two); they are
+    written as 0."""
 
     def read(config, a, shapes):
         t, d = shapes[0]
@@ -92,9 +96,11 @@ def fused(
     sizes: Callable[[ModelConfig], tuple[int, Sequence[int]]],
     transposed: bool = True,
 ) -> Rule:
-    """Several leaves in one tensor [out, in] ([in, out] if not `transposed`) or bias [out].
+    """Return a rule for several leaves in one tensor [out, in] ([in, out] if not `transposed`) or
+    bias [out].
 
-    sizes(config): how many groups the rows are of, and how many rows each leaf has in a group.
+    sizes(config) returns the number of groups of rows, and the number of rows of each leaf in a
+    group.
     """
     bias = theirs.endswith("bias")
 
@@ -124,14 +130,16 @@ def fused(
 
 
 def one_after_another(config: ModelConfig) -> tuple[int, Sequence[int]]:
-    """All of q, then all of k, then all of v."""
+    """Return sizes for all of q, then all of k, then all of v."""
     h = config.head_dim
     return 1, (config.n_heads * h, config.n_kv_heads * h, config.n_kv_heads * h)
 
 
 def by_group(config: ModelConfig) -> tuple[int, Sequence[int]]:
-    """The queries of a key's group, its key, its value, and so on (Falcon; GPT-NeoX, whose groups
-    are of one head)."""
+    """Return sizes for a key's queries, the key and its value, group by group.
+
+    Falcon has this order, and GPT-NeoX with groups of one head.
+    """
     h = config.head_dim
     return config.n_kv_heads, (config.n_heads // config.n_kv_heads * h, h, h)
 
@@ -141,15 +149,19 @@ def gate_and_up(config: ModelConfig) -> tuple[int, Sequence[int]]:
 
 
 def reshaped(name: str, a: np.ndarray, shape: tuple[int, ...], transposed: bool = False):
-    """`a` in our shape; transposed: it is [out, in]. Raises ValueError, naming the tensor."""
+    """Return `a` in our shape, from [out, in] if `transposed`. Raises ValueError, naming the
+    tensor."""
     if a.size != math.prod(shape):
         raise ValueError(f"{name} has shape {a.shape}, which does not make {shape}")
     return (a.T if transposed else a).reshape(shape)
 
 
 def scaled(rule: Rule, factor: float) -> Rule:
-    """A rule whose leaf is `factor` times the tensor, in float32: whoever places it rounds once.
-    It is written as it is, for a factor of 1."""
+    """Return a rule whose leaf is `factor` times the tensor, in float32, which is rounded once
+    later.
+
+    It is written unscaled, for a factor of 1.
+    """
     if factor == 1:
         return rule
 
@@ -163,6 +175,7 @@ def scaled(rule: Rule, factor: float) -> Rule:
 
 
 def _matrix(a: np.ndarray, name: str) -> np.ndarray:
-    """[in, out] of a leaf with heads apart: o's come first, all others' last."""
+    """Return a leaf with separate heads as [in, out]; o's heads are its first axes, others' the
+    last."""
     end = a.shape[-1] if name.endswith(("/o", "/down")) else math.prod(a.shape[1:])
     return a.reshape(-1, end)

@@ -34,13 +34,15 @@ WANTED = ["*.json", "*.safetensors", "*.bin", "*.model"]
 
 
 class Leaf(NamedTuple):
-    """Reader of a leaf: one(i) is layer i of a stack of `layers`; else one(None) is the whole."""
+    """Reader of a leaf: one(i) returns layer i of a stack of `layers`, else one(None) the whole
+    leaf."""
 
     one: Callable[[int | None], np.ndarray]
     layers: int | None = None
 
     def part(self, index: tuple[slice, ...], shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """A part of the leaf, of this shape. One layer at a time is held beside the result."""
+        """Return a part of the leaf, of this shape, holding one layer at a time beside the
+        result."""
         if self.layers is None:
             return np.asarray(self.one(None)[index]).astype(dtype)
         numbers = range(self.layers)[index[0]]
@@ -48,14 +50,14 @@ class Leaf(NamedTuple):
         shape = (len(numbers), *sizes)
         whole = None
         for row, i in enumerate(numbers):
-            values = self.one(i)[index[1:]]  # before room is made: files of other sizes end here
+            values = self.one(i)[index[1:]]  # before allocating: files of other sizes fail here
             if whole is None:
                 whole = np.empty(shape, dtype)
             whole[row] = values
         return np.empty(shape, dtype) if whole is None else whole
 
     def at(self, at: tuple[np.ndarray, ...]) -> np.ndarray:
-        """Values at index arrays, as they are stored. Layers are asked for in order."""
+        """Return values at index arrays, as they are stored. Layers are read in order."""
         if self.layers is None:
             return np.asarray(self.one(None))[at]
         rows = ((i, at[0] == i) for i in np.unique(at[0]))
@@ -65,8 +67,14 @@ class Leaf(NamedTuple):
 class Pretrained(NamedTuple):
     """A model that `load_pretrained` read.
 
-    path: the folder; raw: its config.json; guessed: how a model of an unknown type was recognised,
-    '' for one of a known family; generation: its generation_config.json.
+    Attributes:
+      config: configuration.
+      params: training parameters.
+      family: its family.
+      path: the folder.
+      raw: its config.json.
+      guessed: how a model of an unknown type was recognised, "" for a known family.
+      generation: its generation_config.json.
     """
 
     config: ModelConfig
@@ -85,21 +93,28 @@ def load_pretrained(
     dtype: str = "float32",
     watch: Callable[[str], None] | None = None,
 ) -> Pretrained:
-    """The model of a folder with a config.json and weights, laid onto `mesh` (one device).
+    """Load the model of a folder with a config.json and weights, sharded over `mesh` (or on one
+    device).
 
-    source: the folder, or a name such as "HuggingFaceTB/SmolLM2-135M", which huggingface_hub
-    fetches. dtype: of the parameters ("float32" to train; "bfloat16" halves the memory), in which
-    the model is computed too; norm scales, biases and routers stay float32. Every device's part is
-    read for itself, a layer at a time. Exits that `save_pretrained` wrote beside the weights are
-    loaded with them. A vocabulary that mesh.model does not divide gets rows of padding, which
-    `config.vocab_multiple` tells. watch: is given a line for each step that takes long.
+    Every device's part is read separately, a layer at a time. Exits that `save_pretrained` wrote
+    beside the weights are loaded with them. A vocabulary that mesh.model does not divide gets rows
+    of padding (`config.vocab_multiple`).
 
-    A `model_type` of no known family is recognised by its tensors (`probe`), and compared with what
-    transformers computes (`compare`). Where nothing can be compared, a model is refused whose
-    tensors and keys do not tell all of it, and a warning tells of the guess that is left.
+    A `model_type` of no known family is recognised by its tensors (`probe`), and compared with
+    transformers (`compare`). If nothing can be compared, a model is refused if its tensors and keys
+    do not determine it, and otherwise a warning describes the guess.
 
-    Raises CheckpointError, naming file and field, where a file is missing, cut off or of another
-    model, or the model is of a kind that cannot be represented.
+    Args:
+      source: the folder, or a name such as "HuggingFaceTB/SmolLM2-135M", which huggingface_hub
+        fetches.
+      mesh: mesh of devices.
+      dtype: dtype of parameters and computation ("float32" to train; "bfloat16" halves the memory).
+        Norm scales, biases and routers stay float32.
+      watch: receives a line for each step that takes long.
+
+    Raises:
+      CheckpointError: naming file and field, if a file is missing, cut off or of another model, or
+        the model cannot be represented.
     """
     require_one_of("dtype", dtype, DTYPES)
     say = watch or (lambda line: None)
@@ -124,7 +139,7 @@ def load_pretrained(
         family = probe.guess(raw, folder.shapes)
     base = family.read(raw).replace(dtype=dtype)
     if kind not in FAMILIES and (why := compare.incomparable(path, base)):
-        compare.require_told(raw, family.rules(base, raw), why)
+        compare.require_unambiguous(raw, family.rules(base, raw), why)
     tied = raw("tie_word_embeddings", family.tied)
     if tied and _has_unlike_head(folder, family, base, raw):
         warnings.warn(
@@ -138,7 +153,7 @@ def load_pretrained(
     side = sidecar.opened(path, base)
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
     config = _padded(base if side is None else side.config, mesh)
-    # The files have a row for each token, the leaves those of padding too.
+    # The files have a row for each token, the leaves also rows of padding.
     base = base.replace(vocab_multiple=config.vocab_multiple)
     declared = _shapes(base)
     for leaf, (rule, _) in leaves(table).items():
@@ -161,7 +176,7 @@ def load_pretrained(
         _kept(config, dtype),
     )
     if side is not None and side.digest is not None:
-        if dtype == "float16":  # of which the digest cannot be told: the files are read once more
+        if dtype == "float16":  # rounding changes the digest: read the files once more
             found = digest_of(config, shapes, lambda name, at: reads[name].at(at))
         else:
             found = digest(config, tree)
@@ -173,7 +188,7 @@ def load_pretrained(
 
 
 def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any]]:
-    """(model, config.json) of a folder, whose weights are not read if its type is a known one.
+    """Return (model, config.json) of a folder; weights are read only if its type is unknown.
 
     Raises as `load_pretrained`.
     """
@@ -195,9 +210,10 @@ def _model_type(raw: Raw) -> str:
 
 
 def _check_layers(raw: Raw, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Before anything of the model's size is made. Raises CheckpointError.
+    """Raise CheckpointError for a wrong number of layers, before anything of the model's size is
+    made.
 
-    Each layer has a tensor at least; what is wrong by less is told with the tensors' names.
+    Each layer has at least one tensor; smaller differences are reported with the tensors' names.
     """
     family = FAMILIES.get(raw("model_type"))
     if family is None:
@@ -222,7 +238,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _padded(config: ModelConfig, mesh: Mesh) -> ModelConfig:
-    """The model with a vocabulary that the mesh can cut."""
+    """Return the model with a vocabulary that the mesh can split."""
     shards = mesh.shape[MODEL]
     if config.padded_vocab % shards == 0:
         return config
@@ -230,8 +246,11 @@ def _padded(config: ModelConfig, mesh: Mesh) -> ModelConfig:
 
 
 def _kept(config: ModelConfig, dtype: str) -> Tree:
-    """Structs of the dtypes that leaves are placed in: those they are computed in, but routers as
-    they were trained (`gates.router` rounds them as it computes)."""
+    """Return structs of the dtypes in which leaves are placed.
+
+    These are the dtypes of computation, except for routers, which stay as they were trained
+    (`gates.router` rounds them when it computes).
+    """
     cast = jax.eval_shape(lambda p: params.for_compute(p, dtype), params.shapes(config))
     return jax.tree_util.tree_map_with_path(
         lambda p, new, old: old if "/router/" in path_name(p) else new, cast, params.shapes(config)
@@ -239,26 +258,26 @@ def _kept(config: ModelConfig, dtype: str) -> Tree:
 
 
 def _compared(raw: Raw, config: ModelConfig, tree: Tree, family: Family, say):
-    """The model of a guess, and how sure that is."""
+    """Return the configuration of a guess, and a sentence on how sure it is."""
     path = raw.path.parent
     found = compare.verified(raw, config, tree, say)
     if found.why:
-        compare.require_told(raw, family.rules(config, raw), found.why)
+        compare.require_unambiguous(raw, family.rules(config, raw), found.why)
     about = f"{path}: model_type {family.model_type!r} is not known; by its tensors it"
     if found.sure:
-        return found.config, f"{about} is a model {found.told}"
+        return found.config, f"{about} is a model {found.comparison}"
     config = found.config
     told = (
         f"{about} may be one of norm {config.norm!r}, {config.norm_placement!r}, residual "
         f"{config.residual!r}, position {config.position!r}, activation {config.activation!r}: a "
-        f"guess, {found.told}"
+        f"guess, {found.comparison}"
     )
     warnings.warn(told, stacklevel=3)
     return config, told
 
 
 def fetched(source: str | os.PathLike) -> pathlib.Path:
-    """The local folder of `source`. Raises CheckpointError."""
+    """Return the local folder of `source`. Raises CheckpointError."""
     path = expanded(source)
     if (path / CONFIG).is_file():
         return path
@@ -275,7 +294,7 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
         ) from error
     try:
         return pathlib.Path(snapshot_download(name, allow_patterns=WANTED))
-    except Exception as error:  # of the network, of the Hub, of names
+    except Exception as error:  # from the network, the Hub, or for a bad name
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
             f"{name}: no such folder, and the Hub does not give it ({first})."
@@ -283,7 +302,7 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
 
 
 def named(rules: list[Rule], config: ModelConfig) -> dict[tuple[str, ...], Rule]:
-    """Rules by the names of the tensors they read, layer by layer."""
+    """Return rules by the names of the tensors that they read, layer by layer."""
     table = {}
     for rule in rules:
         for i in range(config.n_layers) if rule.layered else [None]:
@@ -304,7 +323,7 @@ HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 def _embedding(rules: list[Rule]) -> str:
-    """The name of the tokens' embedding."""
+    """Return the name of the token embedding."""
     return next(rule.theirs[0] for rule in rules if "embed/tokens" in rule.ours)
 
 
@@ -313,7 +332,7 @@ def _has_unlike_head(folder: Folder, family: Family, config: ModelConfig, raw: R
     rules = family.rules(config, raw)
     tokens = _embedding(rules)
     heads = [name for name in HEADS if name in folder.shapes]
-    if any(rule.ours == ("final/head",) for rule in rules):  # read as one of its own
+    if any(rule.ours == ("final/head",) for rule in rules):  # read as an untied head
         return False
     own = [n for n in (tokens, tokens.removeprefix(family.prefix)) if n in folder.shapes]
     if not heads or not own or np.array_equal(folder.read(heads[0]), folder.read(own[0])):
@@ -324,7 +343,7 @@ def _has_unlike_head(folder: Folder, family: Family, config: ModelConfig, raw: R
 
 
 class _Tensors:
-    """A folder's tensors by the names that the family's rules have for them.
+    """A folder's tensors by the names in the family's rules.
 
     A tied pair is one tensor, under either name or both.
     """
@@ -341,7 +360,7 @@ class _Tensors:
                     self._names[known] = name
                     break
             else:
-                # Also where the head is not tied to us (OPT's projections).
+                # This includes heads that we do not tie (OPT's projections).
                 if not (tied and name in HEADS):
                     unexpected.append(name)
         tokens = _embedding([*table.values()])
@@ -370,7 +389,7 @@ class _Tensors:
 
 
 def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared) -> Leaf:
-    """One leaf, the rule's j-th. declared: shapes of all leaves by name."""
+    """Return the reader of a rule's j-th leaf; `declared` has the shapes of all leaves by name."""
     full = [f"layers/{o}" if rule.layered else o for o in rule.ours]
     shapes = tuple(declared[f][1:] if rule.layered else declared[f] for f in full)
 
@@ -386,7 +405,8 @@ def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared
 
 
 def _beside(side: sidecar.Sidecar, name: str, shape: tuple[int, ...]) -> Leaf:
-    """A leaf of the side file; where the vocabulary is padded further than there, with 0."""
+    """Return the reader of a leaf in the side file, padded with 0 if the vocabulary has more
+    padding."""
 
     def one(_: int | None) -> np.ndarray:
         a = np.asarray(side.reader(name)(()))
@@ -407,7 +427,7 @@ def _whole(name: str, reads: Mapping[str, Leaf], path: pathlib.Path) -> Leaf:
 
 
 def _placed(struct: jax.ShapeDtypeStruct, leaf: Leaf, dtype: Any) -> jax.Array:
-    """The leaf, each part of which is read once and given to all devices that hold it."""
+    """Place a leaf, reading each part once for all devices that hold it."""
     held: dict[str, np.ndarray] = {}
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -1,7 +1,7 @@
-"""A model of an unknown `model_type`, recognised by the names and shapes of its tensors.
+"""Recognition of a model of an unknown `model_type` by the names and shapes of its tensors.
 
-What cannot be read off them (how residuals are joined, how rotary pairs lie, whether norms add 1)
-is guessed in the usual way, and found by comparison (`compare`).
+What tensors do not show (how residuals are joined, how rotary pairs lie, whether norms add 1) is
+guessed in the usual way, and settled by comparison (`compare`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ALIASES = {
 }
 EPS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
 ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "activation")
-# What there is no place for, by settings and by names of tensors.
+# Models that cannot be represented, by settings and by names of tensors.
 REFUSED = {
     "a mixture of experts": (
         ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"),
@@ -63,7 +63,7 @@ REFUSED = {
 ALIBI = ("alibi", "attn_config.alibi")
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config")
 ROTARY = (("rope_theta", "rotary_emb_base"), ("partial_rotary_factor", "rotary_pct"))
-# Settings that tensors tell themselves, by their names and shapes.
+# Settings that the names and shapes of tensors show.
 TOLD = (
     "num_key_value_heads",
     "num_kv_heads",
@@ -87,7 +87,7 @@ TOLD = (
     "use_qk_norm",
     "qk_layernorm",
 )
-# Of a layer's tensors: what a name's end, without .weight, says it is; the first that fits.
+# Parts of a layer by the suffix of the tensor's name, without .weight; the first match counts.
 PARTS = (
     ("attn/qkv", r"qkv(_proj)?|query_key_value|c_attn|wqkv|in_proj|att_proj"),
     ("attn/q_norm", r"q_(layer)?norm|query_norm|q_ln"),
@@ -118,7 +118,13 @@ NORMS = (
 
 
 class Stack(NamedTuple):
-    """Layers: what their names begin with, how many there are, and one's tensors."""
+    """The layers of a model.
+
+    Attributes:
+      prefix: prefix of their tensors' names.
+      layers: number of layers.
+      shapes: shapes of one layer's tensors by name.
+    """
 
     prefix: str
     layers: int
@@ -126,9 +132,10 @@ class Stack(NamedTuple):
 
 
 def guess(raw: Raw, shapes: Shapes) -> Family:
-    """The family that a folder's tensors seem to be of, of no kind that `refuse` refuses.
+    """Return the family that a folder's tensors seem to belong to, if `refuse` does not refuse
+    them.
 
-    Raises CheckpointError, saying which part of it could not be told.
+    Raises CheckpointError, naming the part that could not be recognised.
     """
     for ours in ALIASES:
         raw.size(alias(raw, ours))
@@ -150,7 +157,7 @@ def guess(raw: Raw, shapes: Shapes) -> Family:
             raise raw.refuse("model_type", raw("model_type"), f"as {error}".rstrip(".")) from error
     if raw("sliding_window", None) is not None and raw("use_sliding_window", True):
         fixed["sliding_window"] = raw.windows(None, lambda i: i >= raw("max_window_layers", 0))
-    raw.seen.update(TOLD, ("layer_types", "max_window_layers", "use_sliding_window"))
+    raw.fields_read.update(TOLD, ("layer_types", "max_window_layers", "use_sliding_window"))
     usual = "silu" if fixed["mlp_gated"] else "gelu_new"
     return Family(
         raw("model_type"),
@@ -165,7 +172,7 @@ def guess(raw: Raw, shapes: Shapes) -> Family:
 
 
 def _rotary(raw: Raw) -> RotaryConfig:
-    """Rotary settings under any of their names."""
+    """Return the rotary settings, under any of their names."""
     names = [next((n for n in each if raw(n, None) is not None), each[0]) for each in ROTARY]
     by_layer = "full_attention" in raw.table("rope_parameters")
     return read_rotary(
@@ -184,7 +191,7 @@ def refuse(raw: Raw, shapes: Shapes) -> None:
                 "language model alone",
             )
     for name, value in unread(raw).items():
-        if re.search(BOUNDS, name):  # a comparison of logits that they seldom reach tells nothing
+        if re.search(BOUNDS, name):  # logits seldom reach it, so a comparison would not show it
             raise raw.refuse(name, value, f"{words(name)}, which cannot be represented")
     for kind, (settings, names) in REFUSED.items():
         said = [n for n in settings if setting(raw, n) not in (None, False, 0)]
@@ -198,7 +205,7 @@ def refuse(raw: Raw, shapes: Shapes) -> None:
 
 
 def setting(raw: Raw, name: str) -> Any:
-    """A setting, None where it is left out. name: a.b is b within a."""
+    """Return a setting, None if it is missing; a name a.b is field b within a."""
     *outer, last = name.split(".")
     inside = raw.values.get(outer[0]) if outer else raw.values
     return inside.get(last) if isinstance(inside, Mapping) else None
@@ -214,7 +221,7 @@ def alias(raw: Raw, ours: str) -> str:
 
 
 def stack_of(raw: Raw, shapes: Shapes) -> Stack:
-    """The longest numbered row of tensors that are alike."""
+    """Return the longest numbered sequence of equal groups of tensors."""
     layers = raw(alias(raw, "n_layers"))
     rows: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
     for name, shape in shapes.items():
@@ -263,7 +270,7 @@ def parts(raw: Raw, stack: Stack, d: int) -> dict[str, str]:
 
 
 def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rule]]:
-    """Embedding, positions, final norm and head: settings and rules."""
+    """Return settings and rules of embedding, positions, final norm and head."""
     outside = {n: tuple(s) for n, s in shapes.items() if not n.startswith(stack.prefix)}
     v = raw("vocab_size")
     tables = [n for n, s in outside.items() if s == (v, d)]
@@ -309,7 +316,7 @@ def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rul
 
 
 def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[dict, list[Rule]]:
-    """Settings and rules of a layer."""
+    """Return settings and rules of a layer."""
     shapes, at = stack.shapes, lambda name: f"{stack.prefix}{{i}}.{name}"
 
     def weight(name):
@@ -354,7 +361,7 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
         )
     placement, residual, names = norm_places({n for n in norms if "/" not in n})
     layernorm = any(bias(found[n]) in shapes for n in norms)
-    named = any("layer_norm" in key for key in raw.values)  # as layer_norm_eps
+    named = any("layer_norm" in key for key in raw.values)  # such as layer_norm_eps
     qk = found.get("attn/q_norm")
     qk_norm = "none" if qk is None else "head" if shapes[weight(qk)] == (head_dim,) else "full"
     settings = dict(
@@ -395,7 +402,7 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
 
 
 def norm_places(norms: set[str]) -> tuple[str, str, dict[str, str]]:
-    """Placement, residual, and what each norm found is to us."""
+    """Return the placement, the residual, and our name of each norm."""
     after = {"post_attention": "attn_out_norm"}
     if norms == {"attn_norm"}:
         return "pre", "parallel_one_norm", {}

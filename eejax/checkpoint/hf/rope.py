@@ -23,14 +23,21 @@ def read_rotary(
     names: tuple[str, str] = ("rope_theta", "partial_rotary_factor"),
     scalings: Mapping[str, str] = SCALINGS,
 ) -> RotaryConfig:
-    """Rotary settings: `rope_scaling`, or `rope_parameters`, and what stands beside them.
-
-    theta: the family's base. fraction: its rotated part of a head, None for families that turn all
-    of it. local: the base of its layers with a window, None where they have no other one. names: of
-    base and fraction beside the table. scalings: that the family has.
+    """Read rotary settings from `rope_scaling` or `rope_parameters`, and the fields beside them.
 
     Precedence is that of transformers (modeling_rope_utils.py: convert_rope_params_to_dict,
-    standardize_rope_params). Raises CheckpointError for what cannot be represented.
+    standardize_rope_params).
+
+    Args:
+      raw: the config.json.
+      theta: the family's base.
+      fraction: the family's rotated part of a head, None for families that rotate whole heads.
+      local: the base of its layers with a window, None if it is the same.
+      names: names of base and fraction beside the table.
+      scalings: scalings of the family.
+
+    Raises:
+      CheckpointError: for settings that cannot be represented.
     """
     given, scaling = raw.table("rope_parameters"), raw.table("rope_scaling")
     where, rope = ("rope_scaling", scaling) if scaling else ("rope_parameters", given)
@@ -81,10 +88,11 @@ def _kind(rope: Mapping[str, Any]) -> Any:
 
 
 def _scaling(raw: Raw, rope: Mapping[str, Any], kind: str, where: str, one: bool):
-    """The fields of `RotaryConfig` that a scaling has. one: all layers have the same positions."""
+    """Return the fields of `RotaryConfig` for a scaling; `one` says that all layers have equal
+    positions."""
 
     def needed(name: str) -> Any:
-        """Return a setting that a scaling needs: a default would load as another model."""
+        """Return a setting that a scaling needs; with a default it would be another model."""
         if rope.get(name) is None:
             raise CheckpointError(
                 f"{raw.path}: {where}.{name} is missing: rope_type {kind!r} needs it."
@@ -111,8 +119,8 @@ def _scaling(raw: Raw, rope: Mapping[str, Any], kind: str, where: str, one: bool
 
 
 def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str, factor: float) -> None:
-    """Refuses an attention that is scaled by another number than Peng et al. 2023 (eq. 22) have,
-    and a range of frequencies that is not rounded."""
+    """Refuse an attention scale other than that of Peng et al. 2023 (eq. 22), and unrounded
+    ranges."""
     if rope.get("truncate", True) is not True:
         raise raw.refuse(
             f"{where}.truncate", rope["truncate"], "cannot be represented; must be true"
@@ -140,7 +148,10 @@ def _usual_yarn(raw: Raw, rope: Mapping[str, Any], where: str, factor: float) ->
 def write_rotary(
     config: ModelConfig, fraction: str | None = None, theta: str = "rope_theta"
 ) -> dict[str, Any]:
-    """The older spelling, which old and new versions read. fraction, theta: names beside it."""
+    """Return the settings in the older spelling, which old and new versions read.
+
+    `fraction` and `theta` are names beside the table.
+    """
     rotary = config.rotary
     out: dict[str, Any] = {theta: rotary.theta, "rope_scaling": None}
     if fraction is not None:
@@ -149,7 +160,7 @@ def write_rotary(
         out["rope_local_base_freq"] = rotary.local_theta
     kinds = {ours: theirs for theirs, ours in SCALINGS.items()}
     if rotary.scaling == "none" or rotary.scaling not in kinds:
-        return out  # what is not there is told by the comparison with what is read back
+        return out  # settings that it cannot express show when the result is read back
     scaling = {"rope_type": kinds[rotary.scaling], "factor": rotary.factor}
     if rotary.original_context is not None:
         scaling["original_max_position_embeddings"] = rotary.original_context

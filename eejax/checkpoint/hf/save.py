@@ -30,7 +30,7 @@ from eejax.data.tokenizer_export import save_for_transformers
 from eejax.data.tokenizers import Tokenizer
 from eejax.models.config import DTYPES, ModelConfig
 
-SHARD = 5 * 10**9  # bytes of a file of weights, as transformers has them
+SHARD = 5 * 10**9  # bytes of a file of weights, as in transformers
 
 
 def save_pretrained(
@@ -46,22 +46,22 @@ def save_pretrained(
 ) -> str:
     """Write the new folder `path` and return its family.
 
-    Exits are in files of their own beside the weights, which `load_pretrained` reads and
-    transformers does not. The folder gets its name when all of it is written. One layer at a time
-    is brought to the host.
+    Exits are in separate files beside the weights, which `load_pretrained` reads and transformers
+    does not. The folder gets its name once it is complete. One layer at a time is brought to the
+    host.
 
     Args:
       family: the `model_type`; by default the first one that has such models.
       generation: contents of generation_config.json, as in `Pretrained`; ids that the tokenizer
-        knows are taken from it.
-      dtype: of the written weights.
-      shard: bytes of a file of weights.
+        knows are taken from the tokenizer.
+      dtype: dtype of the written weights.
+      shard: maximum bytes of a file of weights.
 
     Raises:
-      ConfigError: where no family has such a model; it says what none of them could represent.
-      CheckpointError: where the folder exists or cannot be written.
+      ConfigError: if no family has such a model; it names what none of them could represent.
+      CheckpointError: if the folder exists or cannot be written.
     """
-    from safetensors import SafetensorError  # what it makes of a full disk
+    from safetensors import SafetensorError  # raised for a full disk
 
     require_one_of("dtype", dtype, DTYPES)
     path = expanded(path)
@@ -88,16 +88,16 @@ def save_pretrained(
             f"{path}: cannot be written ({why}). Make room, or name a folder that can be written."
         ) from error
     finally:
-        if part is not None:  # by then gone, unless something failed
+        if part is not None:  # it was renamed unless something failed
             shutil.rmtree(part, ignore_errors=True)
     return chosen.model_type
 
 
 def _fresh(path: pathlib.Path) -> pathlib.Path:
-    """A folder beside `path` that nobody else has, to be renamed to it."""
+    """Make a new folder beside `path`, to be renamed to it."""
     own = pathlib.Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
     try:
-        (own / "mode").mkdir()  # only to learn the mode of a folder: that of `own` is private
+        (own / "mode").mkdir()  # only to learn the usual mode: `own` is private
         own.chmod(stat.S_IMODE((own / "mode").stat().st_mode))
         (own / "mode").rmdir()
     except OSError:
@@ -107,7 +107,7 @@ def _fresh(path: pathlib.Path) -> pathlib.Path:
 
 
 def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]:
-    """The family, and config.json's values, which it reads as `config`. Raises ConfigError."""
+    """Return the family, and config.json's values that it reads as `config`. Raises ConfigError."""
     if name is not None:
         require_one_of("family", name, tuple(sorted(FAMILIES)))
     told = []
@@ -131,7 +131,7 @@ def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]
 
 
 def tensors(config: ModelConfig, tree: Tree, family: Family) -> Iterator[tuple[str, np.ndarray]]:
-    """All tensors by their names, as they are made."""
+    """Yield all tensors with their names."""
     for rule in family.rules(config, None):
         if rule.write is None:  # other rules write its leaves
             continue

@@ -1,4 +1,4 @@
-"""Settings that a family alone has: read of a config.json (`*_more`), and written to one."""
+"""Settings that only one family has: read from a config.json (`*_more`), and written to one."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def qwen_written(config: ModelConfig) -> Values:
 
 
 def smollm3_more(raw: Raw) -> Values:
-    """Every so-maniest layer has no rotary positions."""
+    """Read the layers without rotary positions, one in every interval."""
     every, n = raw.positive("no_rope_layer_interval", 4), raw("num_hidden_layers")
     turned = raw("no_rope_layers", [int((i + 1) % every != 0) for i in range(n)])
     if not isinstance(turned, list) or len(turned) != n or any(t not in (0, 1) for t in turned):
@@ -171,8 +171,11 @@ def gemma_more(raw: Raw, theta: float = 10000.0, local: float | None = None) -> 
 
 
 def gemma1_more(raw: Raw) -> Values:
-    """The first configurations say gelu and mean its tanh form, which the models were trained with
-    (transformers' configuration_gemma.py reads them so; those of Gemma 2 and 3 it does not)."""
+    """Read Gemma's settings, with gelu as its tanh form.
+
+    The first configurations say gelu and mean the tanh form that the models were trained with
+    (transformers' configuration_gemma.py reads them so, but not those of Gemma 2 and 3).
+    """
     legacy = raw("hidden_act", None) == "gelu"
     return gemma_more(raw) | (dict(activation="gelu_tanh") if legacy else {})
 
@@ -181,7 +184,7 @@ def gemma2_more(raw: Raw, theta: float = 10000.0, local: float | None = None) ->
     return gemma_more(raw, theta, local) | dict(
         attention_scale=raw.positive("query_pre_attn_scalar", 256) ** -0.5,
         sliding_window=raw.windows(4096, lambda i: i % 2 == 0),
-        # null is no cap; left out, it is the family's
+        # null means no cap; if it is missing, the family's cap applies
         attention_softcap=raw.stored("attn_logit_softcapping", 50.0),
         logit_softcap=raw.stored("final_logit_softcapping", 30.0),
     )
@@ -204,7 +207,7 @@ def gemma2_written(config: ModelConfig) -> Values:
     scale = config.attention_scale or config.head_dim**-0.5
     scalar = scale**-2
     near = round(scalar)
-    # transformers makes the mask of a window for a model without one too.
+    # transformers makes a window's mask even for a model without one.
     windows = write_windows(config, empty=config.context_length)
     return (
         gemma_written(config)

@@ -1,4 +1,5 @@
-"""Exits beside a Hugging Face folder's weights, in files of their own, which others do not read."""
+"""Exits beside a Hugging Face folder's weights, in separate files that other libraries do not
+read."""
 
 from __future__ import annotations
 
@@ -20,12 +21,18 @@ from eejax.models.config import ModelConfig
 
 SETTINGS = "eejax.json"
 WEIGHTS = "eejax_exits.safetensors"
-CONTENT = "content"  # in the first, of the second: its `file_digest`
+CONTENT = "content"  # key in `SETTINGS` for the `file_digest` of `WEIGHTS`
 
 
 class Sidecar(NamedTuple):
-    """config: the model's, with its exits; shapes: of the leaves that the side file holds; digest:
-    of the parameters they belong to, None in files of old."""
+    """The exits stored beside a model.
+
+    Attributes:
+      config: the model's, with its exits.
+      shapes: shapes of the leaves in the side file.
+      tensors: the side file.
+      digest: digest of the parameters that they belong to, None in old files.
+    """
 
     config: ModelConfig
     shapes: dict[str, tuple[int, ...]]
@@ -42,7 +49,7 @@ class Sidecar(NamedTuple):
     ) -> Sidecar:
         """Open the side file of a model's folder.
 
-        content: its `file_digest`, where that is known. Raises CheckpointError for another file.
+        content: its `file_digest`, if known. Raises CheckpointError for another file.
         """
         shapes = own_shapes(config)
         tensors = SafeTensors(path / WEIGHTS) if shapes else None
@@ -56,7 +63,7 @@ class Sidecar(NamedTuple):
     def reader(self, name: str):
         """Return a leaf's reader. Raises CheckpointError if it is missing or of another shape."""
         shape, tensors = self.shapes[name], self.tensors
-        assert tensors is not None  # which hold what `shapes` tells of
+        assert tensors is not None  # the file of the leaves in `shapes`
 
         def read(index: tuple[slice, ...]) -> np.ndarray:
             found = tensors.names().get(name)
@@ -73,7 +80,7 @@ class Sidecar(NamedTuple):
 def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
     """Return the side file of a folder whose model is `config` without exits, or None.
 
-    Raises CheckpointError where it belongs to another model.
+    Raises CheckpointError if it belongs to another model.
     """
     file = path / SETTINGS
     if not file.is_file():
@@ -103,9 +110,9 @@ def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
 
 
 def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> None:
-    """The two files; none for a model that has nothing that other libraries would not read.
+    """Write the two files, unless the model has nothing that other libraries would not read.
 
-    dtype: of the weights they lie beside.
+    `dtype` is that of the weights beside them.
     """
     if config == plain(config):
         return
@@ -115,13 +122,14 @@ def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> No
 
 
 def content(path: pathlib.Path) -> dict[str, str]:
-    """Return what `SETTINGS` records of the side file in a folder, where there is one."""
+    """Return the entry of `SETTINGS` for the side file in a folder, {} without one."""
     file = path / WEIGHTS
     return {CONTENT: file_digest(file)} if file.is_file() else {}
 
 
 def _written(config: ModelConfig, tree: Tree, dtype: str) -> str:
-    """The digest of what is read of both files: the side file's leaves are stored unrounded."""
+    """Return the digest of what is read from both files: the side file's leaves are stored
+    unrounded."""
     own = own_shapes(config)
     leaves = {path_name(p): leaf for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
@@ -133,7 +141,7 @@ def _written(config: ModelConfig, tree: Tree, dtype: str) -> str:
 
 
 def write_exits(path: pathlib.Path, config: ModelConfig, tree: Tree) -> None:
-    """The file of what other libraries have no place for, as far as `tree` has it."""
+    """Write the file of the leaves in `tree` that other libraries do not have."""
     own = own_shapes(config)
     held = {
         path_name(p): np.asarray(leaf)
@@ -145,7 +153,7 @@ def write_exits(path: pathlib.Path, config: ModelConfig, tree: Tree) -> None:
 
 
 def own_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Leaves that other libraries have no place for."""
+    """Return the shapes of leaves that other libraries do not have."""
     found = jax.tree_util.tree_leaves_with_path(params.shapes(config))
     shapes = {path_name(path): leaf.shape for path, leaf in found}
 
@@ -156,17 +164,17 @@ def own_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def plain(config: ModelConfig) -> ModelConfig:
-    """The model as it is to other libraries: without exits and what only training knows."""
+    """Return the model as other libraries see it: without exits and settings of training."""
     head = "own" if config.head == "shared" else config.head
     return config.replace(exits=(), dropout=0.0, vocab_multiple=1, head=head)
 
 
 def differences(one: ModelConfig, other: ModelConfig) -> str:
-    """Fields in which they differ, '' for none. dtype, and what is not used, do not count."""
-    if one.n_layers != other.n_layers:  # said alone, before anything of as many layers is made
+    """Return the fields that differ, "" for none; dtype and unused fields do not count."""
+    if one.n_layers != other.n_layers:  # before anything with that many layers is made
         return f"n_layers = {one.n_layers!r} and not {other.n_layers!r}"
     a, b = (_used(c) for c in (one, other))
-    both = [k for k in a if k in b]  # of what only one of them uses, another field tells
+    both = [k for k in a if k in b]  # if only one of them uses a field, another field differs too
     return ", ".join(f"{k} = {a[k]!r} and not {b[k]!r}" for k in both if a[k] != b[k])
 
 

@@ -60,7 +60,7 @@ def gated(config: ModelConfig, theirs: str) -> list[Rule]:
 
 
 def ends(config: ModelConfig, tokens: str, last: str, head: str = "lm_head") -> list[Rule]:
-    """Embedding, final norm and head."""
+    """Return rules of embedding, final norm and head."""
     rules = [vocabulary(f"{tokens}.weight", "embed/tokens")]
     if config.final_norm:
         rules += norm(config, last, "final/norm")
@@ -209,7 +209,7 @@ def opt_rules(config: ModelConfig, raw: Raw | None = None) -> list[Rule]:
 def projects(raw: Raw) -> bool:
     """Return whether token embeddings are narrower than the model (OPT-350m).
 
-    Two products one after the other are merged into one, so that embedding and head are matrices of
-    their own.
+    The two consecutive products are merged into one, which makes embedding and head separate
+    matrices.
     """
     return raw("word_embed_proj_dim", raw("hidden_size")) != raw("hidden_size")

@@ -1,4 +1,4 @@
-"""Weights of a PyTorch .bin file, without PyTorch and without running anything that is in it."""
+"""Weights of a PyTorch .bin file, read without PyTorch and without running anything in the file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _tensor(storage, offset, shape, strides, *_) -> _Tensor:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickler that knows what a dict of tensors is made of, and calls nothing else."""
+    """Unpickler that allows only the types of a dict of tensors."""
 
     ALLOWED = {
         ("collections", "OrderedDict"): collections.OrderedDict,
@@ -76,7 +76,7 @@ class _Unpickler(pickle.Unpickler):
 class TorchFile:
     """A file of `torch.save` (its zip form, since PyTorch 1.6) that holds a dict of tensors.
 
-    Raises CheckpointError for anything else: what is not a tensor by name is not made.
+    Raises CheckpointError for any other content; no other object is created.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -97,7 +97,7 @@ class TorchFile:
                 f"{path}: cannot be read ({error}). The file is cut off, or from before PyTorch "
                 "1.6: download it again, or save it as safetensors."
             ) from error
-        except Exception as error:  # a pickle that is no dict of tensors fails in any way
+        except Exception as error:  # a pickle of something else may fail in any way
             raise CheckpointError(
                 f"{path}: is no file of weights alone ({error}). Nothing of it was run: save its "
                 "weights as safetensors."

@@ -184,8 +184,8 @@ def test_what_is_compared_is_told(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="computes something else"):
             compare.verified(raw, loaded.config, loaded.params)
     for name, most, told in (
-        ("MOST_TOKENS", 12, "over 12 tokens, to .* only more than 16 tokens tell"),
-        ("MOST_PARAMETERS", 1000, "nothing was compared with .it has more than 1e.03 parameters"),
+        ("MAX_TOKENS", 12, "over 12 tokens, to .* only more than 16 tokens tell"),
+        ("MAX_PARAMETERS", 1000, "nothing was compared with .it has more than 1e.03 parameters"),
     ):
         with monkeypatch.context() as patch, pytest.warns(UserWarning, match=f"a guess.*{told}"):
             patch.setattr(compare, name, most)
