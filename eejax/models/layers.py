@@ -129,8 +129,10 @@ def make_context(
       positions: [b or 1, t], the rows'.
       key_positions: [b or 1, s], a KV cache's; by default the rows' own.
       segment_ids: [b, t] ids of documents, to which attention is confined.
-      dropout_keys, start, packed: as in `LayerContext`. With one of the latter two, one kernel
-        attends where there is one for it (`attention.use_kernel`).
+      dropout_keys: as in `LayerContext`.
+      start: as in `LayerContext`. With it or `packed`, one kernel attends where there is one for
+        it (`attention.use_kernel`).
+      packed: as in `LayerContext`.
       seen: [b, s] positions of a KV cache that may be attended to, which no kernel knows of; by
         default all.
     """
