@@ -7,6 +7,7 @@
 # make test-stacks the fast tests on Python 3.11, 3.12 and 3.13 with an older and the newest JAX;
 #                  STACKS=newest names some, STACKS=--skip-missing goes without a Python that is not there
 # make lint        ruff: rules and format; basedpyright: types of eejax/ and kernels/
+# make docs        the site, in site/: pages of docs/ and a reference of all packages; dead links fail
 
 VENV ?= .venv
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -17,7 +18,11 @@ CONSTRAINTS ?= constraints.txt
 JOBS ?= 2
 PYTEST := $(BIN)/python -P -m pytest
 
-.PHONY: env bench-env quickstart test test-slow test-gpu-aot test-stacks lint format clean
+# Source as it is installed, all of it below eejax/: tools that do not import find packages by place.
+INSTALLED := rm -rf build/installed && mkdir -p build/installed && \
+  cp -r eejax pyproject.toml build/installed && cp -r kernels experiments configs build/installed/eejax
+
+.PHONY: env bench-env quickstart test test-slow test-gpu-aot test-stacks lint docs format clean
 
 env: $(VENV)/.env-stamp
 
@@ -64,15 +69,17 @@ test-stacks:
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	# As they are installed, below eejax/: the checker finds packages by their place.
-	rm -rf build/types && mkdir -p build/types
-	cp -r eejax pyproject.toml build/types && cp -r kernels experiments configs build/types/eejax
-	$(BIN)/basedpyright --project build/types --pythonpath $(BIN)/python
+	$(INSTALLED)
+	$(BIN)/basedpyright --project build/installed --pythonpath $(BIN)/python
+
+docs: env
+	$(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: env
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

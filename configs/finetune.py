@@ -4,7 +4,7 @@
         --config.data.source='texts/*.txt' --workdir=runs/mine
 
 The model and its tokenizer are the base's: a run, a Hugging Face folder or a name on the Hub. Exits
-named in model.exits are added to its own (docs/GUIDE.md, "From a checkpoint").
+named in model.exits are added to its own (docs/PRETRAINED.md, "From a checkpoint").
 """
 
 from ml_collections import ConfigDict

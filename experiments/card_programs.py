@@ -97,7 +97,8 @@ def decoding(
 
     Args:
       cache: positions of the caches.
-      engine, options: an engine's name, or its `EngineOptions`.
+      engine: name of an engine; without effect where `options` are given.
+      options: `EngineOptions` in place of an engine's name.
       steps: steps of the loop.
     """
     import jax

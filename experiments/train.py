@@ -3,7 +3,7 @@
     eejax train --config=configs/quickstart.py --config.train.steps=1000 \\
         --workdir=runs/quickstart
 
-A run that begins with the weights of a trained model (docs/GUIDE.md, "From a checkpoint"):
+A run that begins with the weights of a trained model (docs/PRETRAINED.md, "From a checkpoint"):
 
     eejax train --config=configs/finetune.py --config.train.base=runs/quickstart \\
         --config.data.source='texts/*.txt' --workdir=runs/mine

@@ -129,8 +129,8 @@ class ChatTemplate:
           reply: end the text where the model's reply begins (`add_generation_prompt`).
           go_on: end the text within the last message, which the model continues
             (`continue_final_message`); without `reply`.
-          tools, documents: the functions the model may call and the documents it may read, for
-            templates that use them.
+          tools: the functions the model may call, for templates that use them.
+          documents: the documents the model may read, for templates that use them.
           options: other variables of the template.
 
         Raises:

@@ -63,7 +63,8 @@ class BatchPlan(struct.PyTreeNode):
           segments: segments of the engine.
           slots: slots of the engine.
           buckets: row counts that packed segments are compiled for.
-          fill, patience: one number for all segments, or one for each.
+          fill: one number for all segments, or one for each.
+          patience: one number for all segments, or one for each.
           seconds: (in_place, packed, span); by default in proportion to rows.
           draft_cost: see the attribute.
 

@@ -58,9 +58,12 @@ def calibrate(
 
     Args:
       text: files, globs, or any `data.Source`.
+      every: as in `calibration.calibrate_model`.
+      boundaries: as in `calibration.calibrate_model`.
+      tokens: as in `calibration.calibrate_model`.
       length: tokens of a window of text.
+      watch: as in `calibration.calibrate_model`.
       options: fields of `RouterOptions` (width, label, bound, epochs, ...).
-      every, boundaries, tokens, watch: as in `calibration.calibrate_model`.
 
     Raises:
       DataError: for text that is empty.
@@ -99,7 +102,8 @@ def tune(
       exits: boundaries of the exits. Existing exits are trained further; new ones begin as copies
         of the final norm and head.
       workdir: folder that keeps the run, from which it resumes; by default none.
-      steps, batch_size: optimizer steps, and windows of text in each.
+      steps: optimizer steps.
+      batch_size: windows of text in a step.
       length: tokens of a window, at most the model's context.
       learning_rate: peak learning rate.
 

@@ -131,8 +131,10 @@ def make_context(
       positions: [b or 1, t] of the rows.
       key_positions: [b or 1, s] of a KV cache; by default those of the rows.
       segment_ids: [b, t] ids of documents, to which attention is confined.
-      dropout_keys, start, packed: as in `LayerContext`. With `start` or `packed`, one kernel
-        attends where there is one (`attention.use_kernel`).
+      dropout_keys: as in `LayerContext`.
+      start: as in `LayerContext`. With it or `packed`, one kernel attends where there is one
+        (`attention.use_kernel`).
+      packed: as in `LayerContext`.
       visible: [b, s] positions of a KV cache that may be attended to, which rules the kernel out;
         by default all.
     """

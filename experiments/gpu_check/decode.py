@@ -406,7 +406,8 @@ def exit_gain(speedup: float, by_bytes: float, by_layers: float) -> dict[str, fl
 
     Args:
       speedup: time of a step at full depth, over that of the step.
-      by_bytes, by_layers: bytes read, and layers run, at full depth over those of the step.
+      by_bytes: bytes read at full depth, over those of the step.
+      by_layers: layers run at full depth, over those of the step.
     """
     return dict(
         speedup=speedup,

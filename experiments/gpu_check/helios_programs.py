@@ -50,7 +50,8 @@ def growth(card, config, slots: int, context: int, before, after):
     """Compile the program that fills in keys and values of more segments.
 
     Args:
-      before, after: the engine's options, with `num_segments`, before it grows and then.
+      before: the engine's options, with `num_segments`, before it grows.
+      after: its options after that.
     """
     import jax
 

@@ -26,7 +26,7 @@ class StepSeconds:
 
     Attributes:
       step: a step that runs nothing.
-      rows: [e][k] segment e with k + 1 rows. More rows occur only of one text alone, and take in
+      rows: `[e][k]` segment e with k + 1 rows. More rows occur only of one text alone, and take in
         proportion to the last entry.
       chunk: [e] a chunk of `tokens` prompt tokens through a segment, however many there are.
       spans, chunk_spans: [e] up to SPAN rows of a text, and PROMPT_SPAN of a prompt, beside those.

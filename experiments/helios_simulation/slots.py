@@ -13,7 +13,7 @@ from eejax.helios.choices import ModelProfile
 from eejax.helios.interfaces import FleetRequest
 
 Leaving = Callable[[int, int], tuple[list, list]]
-"""(exits, below) [p][n] of tokens, by a depth and how strict thresholds are."""
+"""(exits, below) `[p][n]` of tokens, by a depth and how strict thresholds are."""
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)

@@ -36,8 +36,10 @@ def finding(
     """Make the finding of a claim in the catalogue.
 
     Args:
-      paper, key: the claim.
-      ours, scale: as in `Finding`.
+      paper: one of `PAPERS`.
+      key: the claim's, in the catalogue of the paper.
+      ours: as in `Finding`.
+      scale: as in `Finding`.
       holds: whether the claim holds of our value; None if it cannot be judged at this scale.
       why: the reason if it does not hold or is not judged; left out if it holds.
     """

@@ -276,7 +276,8 @@ def pace(
     """Compare how far two losses have fallen in the course of training.
 
     Args:
-      losses, standard: [seeds, steps]; means over the seeds are compared.
+      losses: [seeds, steps]; means over the seeds are compared.
+      standard: [seeds, steps], the losses to compare with.
       bins: parts of the run whose means are the points of a curve.
       first: share of the run whose points are left out of the comparison, not of the fall.
 

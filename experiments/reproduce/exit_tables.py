@@ -71,7 +71,7 @@ def texts_of(model, prompts: list[list[int]], thresholds: Sequence[float]) -> li
 
 def exits_of(model, prompt: list[int]) -> dict:
     """Table 4: of the full model's text after a prompt, what every exit predicts and how
-    confidently, [exits][tokens]."""
+    confidently, `[exits][tokens]`."""
     from eejax import calibration
     from eejax.inference import Generator
 

@@ -51,7 +51,7 @@ def predictions(
 ) -> str:
     """HTML: a text's tokens, one in a row, and (token, confidence) that each exit predicts.
 
-    predicted, same: [exits][tokens]; where it is not the `same` as the final one's it is marked.
+    predicted, same: `[exits][tokens]`; where it is not the `same` as the final one's it is marked.
     """
     header = "".join(f"<th>after {stop}</th>" for stop in boundaries)
     rows = [f"<pre class=prompt>{html.escape(prompt)}</pre>", f"<table><tr><th>token</th>{header}"]

@@ -39,9 +39,13 @@ class Findings:
         """Add what was found of a claim.
 
         Args:
-          place, claim, theirs, ours, scale: as `Finding` has them.
+          place: as `Finding` has it.
+          claim: as `Finding` has it.
+          theirs: as `Finding` has it.
+          ours: as `Finding` has it.
           holds: whether the claim holds, or None where that is not judged.
           why: the reason, should it not hold.
+          scale: as `Finding` has it; by default that of all findings here.
         """
         verdict = VERDICTS[None if holds is None else bool(holds)]
         why = "" if verdict is Verdict.HOLDS else why

@@ -31,7 +31,8 @@ def findings(summary: Mapping[str, Any], table3, table4, config, scale: str) -> 
 
     Args:
       summary: what the reproduction measured; "tasks" by name, "thresholds" from 1 down.
-      table3, table4: of `exit_tables`.
+      table3: EE-LLM's Table 3, of `exit_tables`.
+      table4: EE-LLM's Table 4, of `exit_tables`.
       config: the model's.
       scale: of everything that was measured.
     """

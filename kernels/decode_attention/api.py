@@ -42,8 +42,10 @@ def decode_attention(
 
     Args:
       q: [r, n_kv, g, h], queries; g of them share a head of keys and values.
-      k, v: [r, n_kv, h], the rows' own keys and values.
-      keys, values: [slots * n_kv, s, h], the caches.
+      k: [r, n_kv, h], the rows' own keys.
+      v: [r, n_kv, h], the rows' own values.
+      keys: [slots * n_kv, s, h], the cache of keys.
+      values: [slots * n_kv, s, h], the cache of values.
       slot: [r] integers, the slot of each row. A row outside 0..slots-1 belongs to no slot: nothing
         is written for it and its y is zeros. Rows of a slot are contiguous.
       position: [r] integers below s, consecutive among the rows of a slot.

@@ -34,6 +34,12 @@ def help_of(name: str, flag: str) -> str:
     return next(f.help for f in _FLAGS[name] if f.name == flag)
 
 
+def flags_of(name: str) -> frozenset[str]:
+    """Return the names of a launcher's flags."""
+    functions_of(name)
+    return frozenset(flag.name for flag in _FLAGS[name])
+
+
 def call(name: str, *arguments: str) -> None:
     """Runs a launcher's `main` in this process, with its flags. Raises what that raises."""
     with _flags_of(name) as module:
