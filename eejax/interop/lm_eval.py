@@ -62,7 +62,8 @@ class EarlyExitLM(TemplateLM):
       batch_size: texts at a time.
       max_length: maximum tokens that are read at a time; by default the model's context.
       max_gen_toks: maximum tokens of a generation if a task does not set it.
-      tokenizer, dtype: as in `eejax.load`.
+      tokenizer: as in `eejax.load`.
+      dtype: as in `eejax.load`.
       allow_special: whether names of special tokens in the tasks' text become these tokens, as in
         lm-eval's own models. By default only those from the chat template do, and others are text.
 

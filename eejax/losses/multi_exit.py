@@ -77,7 +77,8 @@ def multi_exit_loss(
     by the global count, so that the result is that of one large batch.
 
     Args:
-      tokens, labels: [b, t] int32; a label `IGNORE` does not count.
+      tokens: [b, t] int32.
+      labels: [b, t] int32; `IGNORE` does not count.
       weights: [e], the final exit's last.
       which: exits of the loss, by which e counts, in their order; by default all. Layers above the
         deepest are not run, unless exits distil: then a final exit that is not among them runs as
@@ -87,8 +88,12 @@ def multi_exit_loss(
       sparse: leave out exits with weight 0 at run time; their sum is 0.
       probes: [e] float32 of any value. Their gradient is the sum of squares of the gradient that
         exit e's loss sends into the hidden states at its boundary.
-      positions, segment_ids, dropout_keys, axes, remat, layer_dropout: as in
-        `models.transformer.exit_states`.
+      positions: as in `models.transformer.exit_states`.
+      segment_ids: as in `models.transformer.exit_states`.
+      dropout_keys: as in `models.transformer.exit_states`.
+      axes: as in `models.transformer.exit_states`.
+      remat: as in `models.transformer.exit_states`.
+      layer_dropout: as in `models.transformer.exit_states`.
 
     Returns:
       The sum over exits of w_e C_e, where C_e is exit e's cost by `objective`; and the sums S_e of
@@ -179,7 +184,11 @@ def exits_loss(
       teacher: the teacher of early exits, by default the final exit, which is then the last of
         `which`.
       drawn: [b, k] the only positions at which early exits have a loss, scaled by t / k.
-      labels, weights, objective, sparse, axes: as in `multi_exit_loss`.
+      labels: as in `multi_exit_loss`.
+      weights: as in `multi_exit_loss`.
+      objective: as in `multi_exit_loss`.
+      sparse: as in `multi_exit_loss`.
+      axes: as in `multi_exit_loss`.
 
     Returns:
       The sum over exits of w_e C_e, and the sums S_e [e].

@@ -30,7 +30,8 @@ def sanitize_kv(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     NaN.
 
     Args:
-      k, v: [..., h] keys and values.
+      k: [..., h] keys.
+      v: [..., h] values.
 
     Returns:
       Keys and values of the same shapes.
@@ -374,9 +375,11 @@ def packed_attention(
 
     Args:
       q: [t, 1, k, g, h] queries.
-      k, v: [t, 1, k, h] keys and values.
+      k: [t, 1, k, h] keys.
+      v: [t, 1, k, h] values.
       cache: keys and values, [slots * k, s, h] each.
-      mask, distance: [t, 1, s].
+      mask: [t, 1, s].
+      distance: [t, 1, s].
       slopes: [k, g] of ALiBi, or None.
       config: the model's.
       packed: places of the rows in the cache.

@@ -128,7 +128,8 @@ def partition(
       layers: "even", with one more on the first stages if they do not divide; "balanced", so that
         the stage with the most work has as little as possible, exits included (`work`); or a number
         for each stage.
-      placement, which: see `Partition`.
+      placement: see `Partition`.
+      which: see `Partition`.
 
     Raises:
       ConfigError: for more stages than layers, or numbers that do not fit.

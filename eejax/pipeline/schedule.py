@@ -363,7 +363,8 @@ def one_f_one_b(
     """Return the lockstep 1F1B table: forward of m on stage i at m + i, backward at m + 2P - 2 - i.
 
     Args:
-      stages, microbatches: their numbers.
+      stages: number of stages.
+      microbatches: number of microbatches.
       exit_stages: stages with exits on their input.
       exits: when these are computed: "deferred", with the stage's backward pass (optimization 1 of
         EE-LLM's Table 1); "aligned", with the microbatch's final exit; "mixed", deferred except for

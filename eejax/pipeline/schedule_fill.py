@@ -125,11 +125,12 @@ def filled(
     Args:
       costs: time of the parts of each stage.
       microbatches: number of whole microbatches.
-      part1, part2: maximum numbers to insert; by default the paper's number, which is also the
-        limit.
+      part1: maximum number to insert in part 1; by default the paper's, which is also the limit.
+      part2: the same for part 2.
       exit_stages: stages with exits on their input.
       inner_stages: stages with exits between their layers.
-      exits, recompute: as for `one_f_one_b`.
+      exits: as for `one_f_one_b`.
+      recompute: as for `one_f_one_b`.
       tolerance: fraction of the time.
     """
     for name, given in (("part1", part1), ("part2", part2)):

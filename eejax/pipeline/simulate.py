@@ -122,7 +122,10 @@ def stage_costs(
       layers: number of layers of each stage.
       entry: number of exits on each stage's input; none by default.
       inner: number of exits inside each stage; none by default.
-      layer, exit, final, embedding: the paper's BB (of one layer), EE, FE and IN.
+      layer: the paper's BB, of one layer.
+      exit: the paper's EE.
+      final: the paper's FE.
+      embedding: the paper's IN.
     """
 
     def count(given):

@@ -47,7 +47,8 @@ def gradients(
     Args:
       partition: layers and exits of the stages.
       params: the model's parameters.
-      tokens, labels: [b, t] int32.
+      tokens: [b, t] int32.
+      labels: [b, t] int32.
       weights: [e] of the exits.
     """
     config = partition.config

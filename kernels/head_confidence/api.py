@@ -61,7 +61,8 @@ def head_confidence(
 
     Args:
       x: [n, d] states.
-      scale, bias: [d] of the norm; None without a norm, or without a bias.
+      scale: [d] of the norm; None without a norm.
+      bias: [d] of the norm; None without a norm, or without a bias.
       table: [v, d], cast to x's dtype.
       head_bias: [v] or None.
       options: static options.

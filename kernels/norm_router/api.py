@@ -51,7 +51,8 @@ def norm_router(
 
     Args:
       x: [n, d] states.
-      scale, bias: [d] of the norm; bias may be None.
+      scale: [d] of the norm.
+      bias: [d] of the norm, or None.
       down: [d, r].
       up: [r].
       up_bias: [].

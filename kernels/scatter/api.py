@@ -37,7 +37,8 @@ def scatter(
       into: [m, d].
       x: [n, d].
       place: [n] int32, different rows of `into`; rows outside 0..m-1 are dropped.
-      scale, bias: [d] of the norm; bias may be None.
+      scale: [d] of the norm.
+      bias: [d] of the norm, or None.
       options: the norm; None writes x itself.
       implementation: one of `call.IMPLEMENTATIONS`.
 
