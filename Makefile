@@ -53,16 +53,22 @@ test test-fast: export XLA_FLAGS = --xla_backend_optimization_level=0
 test: env
 	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30
 
-# What is most likely to break, in files that compile little: together 240 seconds of CPU time.
-CORE := tests/test_imports.py tests/test_words.py tests/common tests/analysis $(addprefix tests/models/test_, \
-    activations.py bf16.py branches.py cache_lengths.py causality.py config.py packed.py params.py reference.py \
-    rotary.py) tests/losses/test_schedules.py tests/sharding/test_mesh.py tests/sharding/test_rules.py \
-  tests/checkpoint/test_files.py tests/checkpoint/test_model.py $(addprefix tests/inference/test_, \
-    capacity.py payoff.py policy.py result.py sampling.py schedule.py scheduler.py) \
-  tests/pipeline/test_schedule.py tests/pipeline/test_simulate.py $(addprefix tests/train/test_, \
-    config.py optimizer.py step.py) tests/data/test_packing.py tests/calibration/test_quality.py \
-  tests/calibration/test_thresholds.py $(addprefix tests/helios/test_, controller.py quality.py transitions.py) \
-  tests/serving/test_protocol.py tests/serving/test_text.py tests/experiments/test_config_errors.py
+# Files of every room that compile little: together 255 seconds of CPU time.
+CORE := tests/test_imports.py tests/test_words.py tests/common tests/analysis \
+  tests/sharding/test_mesh.py tests/sharding/test_rules.py \
+  $(addprefix tests/kernels/test_, compact.py softcap.py triton_call.py) \
+  $(addprefix tests/models/test_, activations.py bf16.py branches.py cache_lengths.py causality.py \
+    config.py packed.py params.py reference.py rotary.py) \
+  tests/losses/test_schedules.py tests/data/test_packing.py \
+  tests/checkpoint/test_files.py tests/checkpoint/test_model.py \
+  tests/pipeline/test_schedule.py tests/pipeline/test_simulate.py \
+  $(addprefix tests/train/test_, config.py optimizer.py step.py) \
+  $(addprefix tests/inference/test_, capacity.py payoff.py policy.py result.py sampling.py \
+    schedule.py scheduler.py) \
+  tests/calibration/test_quality.py tests/calibration/test_thresholds.py \
+  $(addprefix tests/helios/test_, controller.py quality.py transitions.py) \
+  tests/serving/test_protocol.py tests/serving/test_text.py \
+  tests/interop/test_flax.py tests/experiments/test_config_errors.py
 
 test-fast: env
 	$(PYTEST) -q -n $(JOBS) --dist loadfile $(CORE) $(TESTS)
