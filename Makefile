@@ -2,6 +2,8 @@
 # make bench-env   the same, with the peers that benchmarks compare against
 # make quickstart  train, evaluate and generate with a small early-exit model; see runs/quickstart
 # make test        every test that guards correctness
+# make test-fast   a core of them, from every room, for the loop while working;
+#                  TESTS=tests/train/test_loop.py adds the tests of what you change
 # make test-slow   soak, fuzz and live-parity tests; those against transformers need make bench-env
 # make test-gpu-aot  what programs compiled for GPUs hold, without a GPU; in an environment of its own
 # make test-stacks the fast tests on Python 3.11, 3.12 and 3.13 with an older and the newest JAX;
@@ -22,7 +24,7 @@ PYTEST := $(BIN)/python -P -m pytest
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && \
   cp -r eejax pyproject.toml build/installed && cp -r kernels experiments configs build/installed/eejax
 
-.PHONY: env bench-env quickstart test test-slow test-gpu-aot test-stacks lint docs format clean
+.PHONY: env bench-env quickstart test test-fast test-slow test-gpu-aot test-stacks lint docs format clean
 
 env: $(VENV)/.env-stamp
 
@@ -51,8 +53,30 @@ quickstart: env
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/eejax quickstart
 
 # Most of the time goes into compiling programs that run once: they are compiled with less care.
+test test-fast: export XLA_FLAGS = --xla_backend_optimization_level=0
+
 test: env
-	XLA_FLAGS=--xla_backend_optimization_level=0 $(PYTEST) -n $(JOBS) --dist loadfile --durations=30
+	$(PYTEST) -n $(JOBS) --dist loadfile --durations=30
+
+# Files of every room that compile little: together 255 seconds of CPU time.
+CORE := tests/test_imports.py tests/test_words.py tests/common tests/analysis \
+  tests/sharding/test_mesh.py tests/sharding/test_rules.py \
+  $(addprefix tests/kernels/test_, compact.py softcap.py triton_call.py) \
+  $(addprefix tests/models/test_, activations.py bf16.py branches.py cache_lengths.py causality.py \
+    config.py packed.py params.py reference.py rotary.py) \
+  tests/losses/test_schedules.py tests/data/test_packing.py \
+  tests/checkpoint/test_files.py tests/checkpoint/test_model.py \
+  tests/pipeline/test_schedule.py tests/pipeline/test_simulate.py \
+  $(addprefix tests/train/test_, config.py optimizer.py step.py) \
+  $(addprefix tests/inference/test_, capacity.py payoff.py policy.py result.py sampling.py \
+    schedule.py scheduler.py) \
+  tests/calibration/test_quality.py tests/calibration/test_thresholds.py \
+  $(addprefix tests/helios/test_, controller.py quality.py transitions.py) \
+  tests/serving/test_protocol.py tests/serving/test_text.py \
+  tests/interop/test_flax.py tests/experiments/test_config_errors.py
+
+test-fast: env
+	$(PYTEST) -q -n $(JOBS) --dist loadfile $(CORE) $(TESTS)
 
 # Each test may take an hour: some compile 80 engines, on a machine that may be busy.
 test-slow: env
@@ -81,5 +105,5 @@ format: env
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf build dist site *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist site *.egg-info .pytest_cache .jax_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.venv*' -prune -exec rm -rf {} +

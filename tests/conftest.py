@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import atexit
+import gc
 import importlib.metadata
 import os
 import pathlib
-import shutil
 import sys
-import tempfile
 
 # Sixteen devices on one CPU, so that every mesh up to sixteen runs here.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -25,12 +23,13 @@ if "--xla_backend_optimization_level=0" in _FLAGS and _OLDER and "fusion_emitter
 os.environ.setdefault("MPLBACKEND", "Agg")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # kernels run in Triton's interpreter
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Many tests, workers and child processes compile the same programs: they share what was compiled,
-# for this run only. Workers inherit the variable, and with it not the duty to clean up.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="eejax-tests-")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+# Compiling takes most of a run's time. Tests, workers, child processes and later runs compile the
+# same programs, and share what was compiled. JAX looks it up by the program, the flags and jaxlib's
+# version, so that a change of any of them compiles anew.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
@@ -44,7 +43,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("eejax", deadline=None, derandomize=True, database=None)
 hypothesis.settings.load_profile("eejax")
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+def pytest_collection_finish():
+    """Look for garbage less often, and not among what was imported: tracing makes many objects, of
+    which few are garbage."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000)
 
 
 @pytest.fixture(scope="module", autouse=True)
