@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from launchers import parse, parsed
 
 from eejax.common.errors import ConfigError
 from eejax.experiments import config_errors, launch
 from eejax.train.config import Experiment
-from tests.support.launchers import parse, parsed
 
 HEAD = """from eejax.train.config import default_config
 

@@ -60,7 +60,7 @@ def spans(schedule, exits, i, distils):
         if at is not None and i == schedule.stages - 1:
             out.append(("outputs", m, at, max(at, end)))
             if distils:
-                out.append(("taught", m, at, max(at, end)))
+                out.append(("teacher", m, at, max(at, end)))
     return out
 
 
@@ -70,7 +70,7 @@ def assert_slots_hold(schedule, exits, distils=False):
     most = {"states": 1, "residuals": 1}
     for i in range(schedule.stages):
         for ring, kinds in (
-            ("states", ("inputs", "cotangents", "outputs", "taught")),
+            ("states", ("inputs", "cotangents", "outputs", "teacher")),
             ("residuals", ("residuals",)),
         ):
             held = [s for s in spans(schedule, exits, i, distils) if s[0] in kinds]
