@@ -168,8 +168,8 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
     )
     told = "; ".join(
         f"{percent(1 - r['last'][-1])} of the tokens that take all layers of {m} leave "
-        f"{r['reader']} early, of those that leave {m} by its first exit "
-        f"{percent(1 - r['first'][-1])}"
+        f"{r['reader']} early, and {percent(1 - r['first'][-1])} of those that leave {m} by its "
+        "first exit"
         for m, r in both.items()
     )
     found.add(

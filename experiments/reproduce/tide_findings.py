@@ -212,7 +212,7 @@ def _problem(found: Findings, result: Mapping[str, Any]) -> None:
         "Abstract",
         "Nearly all decoded tokens leave early.",
         "98 to 99 % (at L31 of 32, the last layer's own output)",
-        f"{rates} before the last layer; 100 % with the last layer",
+        f"{rates}, before the last layer; 100 % with the last layer",
         None,
         "All of the paper's exits are at the last layer, where nothing is saved. Counted this "
         "way, every token leaves early in any model.",
