@@ -232,7 +232,7 @@ def recorded(step: ReproductionStep, workdir: pathlib.Path) -> list[Finding]:
 
 
 def show(collection: catalogue.Collection, failed: Mapping[str, str]) -> None:
-    print(f"Of the rows {page.told(page.count(collection))}.")
+    print(f"Of the rows, {page.told(page.count(collection))}.")
     for name, reason in failed.items():
         print(f"FAILED   {name}: {reason}")
     for text in collection.missing:

@@ -57,7 +57,8 @@ CLAIMS = (
     Claim(
         "figure-2",
         "Figure 2",
-        "Backpropagation through stages sends what a standard model sends, and nothing else.",
+        "Backpropagation through stages sends the values that a standard model sends, and no "
+        "others.",
         "one state up, one gradient down",
     ),
     Claim(
@@ -89,7 +90,7 @@ CLAIMS = (
         "figure-3",
         "Figure 3",
         "Exits fill implicit bubbles of 1F1B (4 stages, 6 microbatches); deferring their forward "
-        "pass changes the order alone.",
+        "pass changes only the order.",
         "a drawing",
     ),
     Claim(
@@ -108,8 +109,8 @@ CLAIMS = (
     Claim(
         "peak-memory",
         "Section 3.2",
-        "The peak of memory over all stages is that of the standard model, if logits of one "
-        "microbatch (s b V) take less than a stage's activations of one and the first stage has no "
+        "The peak memory over all stages is that of the standard model, if the logits of one "
+        "microbatch (s b V) take less than its activations on a stage and the first stage has no "
         "exit.",
         "unchanged",
     ),
@@ -122,7 +123,7 @@ CLAIMS = (
     Claim(
         "kv-recomputation",
         "Section 4",
-        "KV recomputation gains by the batching effect of a device, and not in theory.",
+        "KV recomputation gains from the batching effect of a device, and has no gain in theory.",
         "no gain without a batching effect",
     ),
     Claim(
@@ -134,8 +135,8 @@ CLAIMS = (
     Claim(
         "latency",
         "Section 4",
-        "By pipelined inference a token takes the forward time up to its exit, and at least that "
-        "of the first stage.",
+        "With pipelined inference a token takes the forward time up to its exit, and at least "
+        "that of the first stage.",
         "equal, also in theory",
     ),
     Claim(
@@ -148,8 +149,8 @@ CLAIMS = (
     Claim(
         "exit-settings",
         "Section 5.1",
-        "The 1.3B model is tied, with exits at 1/4 and 1/2 of weights 1/4 and 1/2; the 7B model is "
-        "untied, of weights 0.1 and 0.2; no exit has a norm.",
+        "The 1.3B model is tied, with exits at 1/4 and 1/2 and exit weights of 1/4 and 1/2; the "
+        "7B model is untied, with exit weights of 0.1 and 0.2; no exit has a norm.",
         "settings of Figure 6",
     ),
     Claim(
@@ -217,7 +218,8 @@ CLAIMS = (
     Claim(
         "figure-8-standard",
         "Figure 8",
-        "Scores at threshold 1 are beside those of a standard 7B model that was trained alike.",
+        "Scores at threshold 1 are compared with those of a standard 7B model that was trained "
+        "in the same way.",
         "dotted lines, without numbers",
         cannot=CORPUS
         + " of 7B models with and without exits; losses of small ones are in Figure 6",
@@ -243,7 +245,7 @@ CLAIMS = (
     Claim(
         "larger-models",
         "Section 5.2",
-        "Larger models may gain more by early exits.",
+        "Larger models may gain more from early exits.",
         "a conjecture",
         cannot="needs several large models of the same training",
     ),

@@ -8,16 +8,16 @@ CLAIMS = (
     Claim(
         "appendix-a1",
         "Appendix A.1",
-        "An exit on a middle stage makes its size and time those of the last stage, so the steady "
-        "phase stays as long.",
+        "A middle stage with an exit has the size and time of the last stage, so the steady "
+        "phase takes no longer.",
         "k (f_EE + b_EE) in all",
         repeats="time-overhead",
     ),
     Claim(
         "remark-a2",
         "Remark A.2",
-        "With the forward passes of exits moved into the bubbles of the cool-down phase only their "
-        "backward passes remain.",
+        "If the forward passes of exits move into the bubbles of the cool-down phase, only their "
+        "backward passes add time.",
         "k b_EE; not implemented in the paper",
     ),
     Claim(
@@ -35,8 +35,8 @@ CLAIMS = (
     Claim(
         "rule-same-matrix",
         "Appendix A.2",
-        "Exits of one stage may read one output matrix, and those of the first or last stage its "
-        "own one, which saves memory.",
+        "Exits of one stage may share an output matrix, and exits of the first or last stage may "
+        "use the matrix that the stage has, which saves memory.",
         "rule of thumb",
     ),
     Claim(
@@ -50,8 +50,8 @@ CLAIMS = (
         "Remark A.3, footnote 4",
         "Whether larger or more exits speed inference up or slow it down has no clear answer.",
         "no clear correlation",
-        cannot="needs a model trained with each kind and number of exits until its exits are sure "
-        "of tokens",
+        cannot="needs a model trained with each kind and number of exits until its exits have high "
+        "confidence",
     ),
     Claim(
         "figure-9",
@@ -70,7 +70,7 @@ CLAIMS = (
     Claim(
         "figure-9-memory",
         "Figure 9",
-        "Earlier stages hold more, and exits leave the peak of memory on the first one.",
+        "Earlier stages hold more memory, and with exits the peak stays on the first one.",
         "7B, 4 stages, microbatch 2, batch 128; a picture",
     ),
     Claim(
@@ -83,13 +83,13 @@ CLAIMS = (
     Claim(
         "table-1-order",
         "Table 1",
-        "By time the rows are in the order exits, (1), (2), (1&2), standard.",
+        "From the slowest to the fastest, the rows are exits, (1), (2), (1&2), standard.",
         "the same order for 1.3B and 7B",
     ),
     Claim(
         "table-1-memory",
         "Table 1",
-        "Exits raise the peak of memory, and hardly so with optimization 2.",
+        "Exits raise the peak memory, but hardly with optimization 2.",
         "standard, exits, (1), (2), (1&2): 1.3B 19.85, 24.05, 22.56, 20.23, 19.85 GB; 7B 62.27, "
         "67.42, 65.79, 62.27, 62.27 GB",
     ),
@@ -147,8 +147,8 @@ CLAIMS = (
     Claim(
         "figure-11",
         "Figure 11",
-        "Losses converge with exits of norm and MLP, and with three tied exits at layers 4, 12 "
-        "and 20.",
+        "Losses converge with exits that have a norm and an MLP, and with three tied exits at "
+        "layers 4, 12 and 20.",
         "two 7B models; curves without numbers",
     ),
     Claim(
@@ -234,13 +234,13 @@ CLAIMS = (
     Claim(
         "mid-stage",
         "Appendix D.3",
-        "A token is emitted in the middle of a stage, except of the first one.",
+        "A token can be emitted in the middle of a stage, except on the first one.",
         "not delayed by the rest of the stage",
     ),
     Claim(
         "forced-pass",
         "Appendix D.3",
-        "A full pass is forced when as many tokens wait for keys and values as allowed.",
+        "A full pass is forced once the maximum number of tokens waits for keys and values.",
         "a number set beforehand",
     ),
     Claim(
@@ -252,18 +252,19 @@ CLAIMS = (
     Claim(
         "skip-decode",
         "Appendix F",
-        "Exits that are set for each token beforehand (SkipDecode) leave no keys missing, and are "
-        "not chosen by token.",
+        "With exits that are set beforehand (SkipDecode) no keys are missing, but exits cannot "
+        "adapt to the token.",
         "the ability to adapt is lost",
-        cannot="eejax has no engine whose exits are set beforehand: all choose token by token",
+        cannot="eejax has no engine whose exits are set beforehand; all engines choose them "
+        "token by token",
     ),
     Claim(
         "contrastive",
         "Appendix F",
         "Early exits improve the outputs of the final one, and help to interpret layers.",
         "named as other uses",
-        cannot="the paper only names it; better texts by contrast need a model that writes well, "
-        "of billions of parameters",
+        cannot="the paper only names it; better texts by contrastive decoding need a model of "
+        "billions of parameters that writes well",
     ),
     Claim(
         "drafts",

@@ -47,7 +47,8 @@ CLAIMS = (
     Claim(
         "low-confidence",
         "Section 1",
-        "Tokens kept from OPT-6.7B's first exit by a confidence of 0.2 stay the same.",
+        "Tokens that a confidence of 0.2 keeps from leaving by OPT-6.7B's first exit stay the "
+        "same.",
         "92.1 % (CNN/DailyMail)",
     ),
     Claim(
@@ -67,19 +68,19 @@ CLAIMS = (
     Claim(
         "figure-3",
         "Figures 3 and 4",
-        "A token leaves at the first exit that is surer than the threshold.",
+        "A token leaves by the first exit whose confidence exceeds the threshold.",
         "drawn",
     ),
     Claim(
         "exits-gain",
         "Section 2.3",
-        "Early exits improve throughput and latency without less accuracy.",
+        "Early exits improve throughput and latency without loss of accuracy.",
         "said, without a number",
     ),
     Claim(
         "figure-5-cost",
         "Figure 5",
-        "The largest model takes longer and more energy than the best one, or than the others.",
+        "The largest model takes more time and energy than the best one, or than the others.",
         "gsm8k_cot: 1.9x the latency, 2x the energy; ethics_justice: 1.4x, 1.6x",
         cannot=TEN_MODELS,
     ),
@@ -93,13 +94,13 @@ CLAIMS = (
     Claim(
         "figure-6a",
         "Figure 6a",
-        "An exit after 16 layers spares half of Llama-7B's operations, 60 % of 13B's.",
+        "An exit after 16 layers saves half of Llama-7B's operations and 60 % of 13B's.",
         "50 %, 60 %",
     ),
     Claim(
         "figure-6b",
         "Figure 6b",
-        "Less memory is accessed by earlier exits, while the footprint stays.",
+        "Earlier exits access less memory, while the footprint stays the same.",
         "drawn, no numbers",
     ),
     Claim(
@@ -126,8 +127,8 @@ CLAIMS = (
         "Successive prompts are alike, so exits of a few predict those of the next.",
         "an insight, without numbers",
         cannot=(
-            "the paper states it without a measurement; ours are prompts of benchmarks, which "
-            "nobody refined"
+            "the paper states it without a measurement; our prompts are from benchmarks, and no "
+            "user refined them"
         ),
     ),
     Claim(
@@ -140,7 +141,7 @@ CLAIMS = (
     Claim(
         "outputs-kept",
         "Section 3.4",
-        "Tokens of evaluations are kept, and the first token is no later for them.",
+        "Tokens of evaluations are kept, and evaluations do not delay the first token.",
         "not impacted",
     ),
     Claim(
@@ -149,7 +150,7 @@ CLAIMS = (
         "Accuracy without ground truth is measured by perplexity, SUPERT, ROUGE-C or BLANC.",
         "perplexity is used",
         cannot=(
-            "SUPERT and BLANC need pretrained models of their own, and ROUGE-C needs none but is "
+            "SUPERT and BLANC need pretrained models of their own; ROUGE-C needs none, but is "
             "not implemented; perplexity is in Table 1 and Figure 16"
         ),
     ),
@@ -168,7 +169,7 @@ CLAIMS = (
     Claim(
         "figure-11b",
         "Figure 11b",
-        "Of OPT-1.3B's tokens past the first exit many leave by OPT-6.7B's first exit.",
+        "Many of OPT-1.3B's tokens past the first exit leave by OPT-6.7B's first exit.",
         "57 %",
     ),
     Claim(
@@ -215,7 +216,7 @@ CLAIMS = (
         "Section 4.2",
         "All runs are on 4 A100-40GB of one server, with EE-LLM, TP = 1 and PP = 4.",
         "NVSwitch, 600 GB/s; AMD EPYC 7742",
-        cannot="needs these GPUs and EE-LLM's code; ours are times of a CPU, simulated further",
+        cannot="needs these GPUs and EE-LLM's code; our values are simulated from times on a CPU",
     ),
     Claim(
         "prompts",
@@ -236,13 +237,13 @@ CLAIMS = (
     Claim(
         "figure-13c",
         "Figure 13c",
-        "More layers are loaded (LD), and models switched (SW).",
+        "More layers are loaded (LD), and models are switched (SW).",
         "both occur",
     ),
     Claim(
         "earliest-exits", "Section 5.1", "Nearly all tokens leave by the earliest exits.", "91 %"
     ),
-    Claim("smaller-model", "Section 5.1", "Most of them leave the smaller model.", "77 %"),
+    Claim("smaller-model", "Section 5.1", "Most of these tokens are the smaller model's.", "77 %"),
     Claim(
         "all-layers",
         "Section 5.1",
@@ -252,7 +253,7 @@ CLAIMS = (
     Claim(
         "throughput-energy",
         "Section 5.1",
-        "Throughput's optimum saves energy, too.",
+        "The choice for throughput also saves energy.",
         "1.06x OPT-1.3B, 2.17x OPT-6.7B",
     ),
     Claim(
@@ -261,7 +262,7 @@ CLAIMS = (
     Claim(
         "no-synchronisation",
         "Section 5.2",
-        "With part of a model loaded no token of a batch waits for a deeper one.",
+        "If only a part of a model is loaded, no token of a batch waits for a deeper one.",
         "no synchronisation",
     ),
     Claim(
@@ -270,7 +271,7 @@ CLAIMS = (
         "Loading a model up to its first exit alone saves memory.",
         "OPT-1.3B 4.6 %, Llama2-7B 22.5 %, Llama2-13B 37.8 %",
     ),
-    Claim("figure-15", "Figure 15", "Llama2-13B serves the most requests more.", "6.05x"),
+    Claim("figure-15", "Figure 15", "Llama2-13B has the largest gain in requests.", "6.05x"),
     Claim("figure-15-small", "Figure 15", "Smaller models gain little.", "drawn, no numbers"),
     Claim(
         "figure-14",
@@ -284,7 +285,7 @@ CLAIMS = (
     Claim(
         "long-prompts",
         "Section 5.3",
-        "For long prompts the gain over the larger model is largest.",
+        "The gain over the larger model is largest for long prompts.",
         "up to 30x (CNN/DailyMail, prompts 272 to 542)",
     ),
     Claim("figure-16", "Figure 16", "The larger model's perplexity is lower.", "0.97x"),
@@ -312,7 +313,7 @@ CLAIMS = (
     Claim(
         "switching-energy",
         "Section 5.5",
-        "Switching costs little of what is saved.",
+        "Switching costs a small share of the savings.",
         "0.05x of the savings",
     ),
     Claim(
@@ -324,19 +325,19 @@ CLAIMS = (
     Claim(
         "energy-whole",
         "Section 5.6",
-        "For energy whole models are used less than with one model alone.",
+        "With the objective energy, whole models are used less than with one model alone.",
         "7.9 % and 0.6 %, alone 22.3 % and 21.6 %",
     ),
     Claim(
         "response-larger",
         "Section 5.6",
-        "For response time the larger model serves more.",
+        "With the objective response time, the larger model serves more.",
         "49.6 % of the tokens, for throughput 21.7 %",
     ),
     Claim(
         "accuracy-larger",
         "Section 5.6",
-        "For accuracy the larger model's first exit serves more than for energy.",
+        "With the objective accuracy, the larger model's first exit serves more than with energy.",
         "34.6 % of the tokens, 2.26x",
     ),
     Claim(

@@ -46,7 +46,7 @@ CLAIMS = (
     Claim(
         "learned-signal",
         "Section 1",
-        "A router tells tokens that may leave better than the softmax's entropy does.",
+        "A router predicts which tokens may leave better than the softmax's entropy does.",
         "claimed, not measured",
     ),
     Claim(
@@ -133,8 +133,7 @@ CLAIMS = (
     Claim(
         "algorithm-1",
         "Algorithm 1",
-        "The earliest exit from k_min on is taken at which all rows of the batch exceed the "
-        "threshold.",
+        "A batch takes the earliest exit from k_min on at which all its rows exceed the threshold.",
         "pseudocode",
     ),
     Claim(
@@ -152,7 +151,7 @@ CLAIMS = (
     Claim(
         "no-compiler",
         "Section 4",
-        "Where kernels cannot be compiled everything runs without them (also section 5.6).",
+        "If kernels cannot be compiled, everything runs without them (also section 5.6).",
         "pure Python",
     ),
     Claim(
@@ -161,7 +160,7 @@ CLAIMS = (
         "All runs are on an A100-SXM4-40GB in bfloat16, by 20 runs after 3 of warm-up, with c = 4, "
         "tau = 0.98 and 16 prompts.",
         "CUDA 12.4, PyTorch 2.10, transformers 5.3",
-        cannot="needs this GPU and models of 8B; ours are a small model's on a CPU",
+        cannot="needs this GPU and models of 8B; our values are those of a small model on a CPU",
     ),
     Claim(
         "table-3",
@@ -202,7 +201,7 @@ CLAIMS = (
     Claim(
         "figure-2",
         "Figure 2",
-        "Exits by token spare layers: three tokens at 8, 16 and 32 of 32.",
+        "Exits chosen by token save layers: three tokens at 8, 16 and 32 of 32.",
         "56 of 96 layers, 42 % less (an illustration)",
     ),
     Claim(
@@ -234,7 +233,7 @@ CLAIMS = (
     Claim(
         "no-skipping",
         "Section 6",
-        "Layers can be skipped in fact once gaps in the cache are managed.",
+        "Layers can actually be skipped once gaps in the cache are handled.",
         "future work, not tried",
     ),
     Claim(
@@ -250,7 +249,7 @@ CLAIMS = (
     Claim(
         "hidden-states",
         "Section 6",
-        "Keeping states at checkpoints alone would cost less than keeping all of them.",
+        "Keeping states only at checkpoints would cost less than keeping all of them.",
         "future work",
     ),
 )

@@ -358,8 +358,8 @@ def findings(rows: list[dict]) -> list[dict]:
         add(
             "figure-6",
             title,
-            f"{falling}; points of the whole fall apart from the standard model's, at most: "
-            f"{_points(mine, 'pace')} (similar: up to {100 * SIMILAR:.0f})",
+            f"{falling}; largest distance from the standard model's curve, in points of the whole "
+            f"fall: {_points(mine, 'pace')} (similar: up to {100 * SIMILAR:.0f})",
             alike and all(row["falls"] for row in mine),
             f"after the warm-up of the learning rate: {_points(mine, 'pace_after_warmup')}"
             + alone_pace(rows, name),
@@ -415,8 +415,8 @@ def alone_losses(rows: list[dict], name: str) -> str:
     if not told:
         return "what models of as few layers reach by themselves was not run"
     return (
-        f"by itself, a model of {' and one of '.join(told)}; in the rest layers serve later exits "
-        "as well, whose losses weigh more"
+        f"by itself, a model of {' and one of '.join(told)}; the rest remains because the layers "
+        "also serve later exits, whose losses have larger weights"
     )
 
 

@@ -102,7 +102,7 @@ def formulas(cases: int = 200) -> Iterator[Finding]:
     yield judged(
         "eq-4-6",
         equal == cases,
-        f"in {equal} of {cases} cases our account of bytes (`peak_memory`) is the formula's",
+        f"in {equal} of {cases} cases our account of bytes (`peak_memory`) equals the formula",
         scale,
         "Not explained: the account differs.",
     )
@@ -158,8 +158,8 @@ def table1_time(name: str, row: dict, rows: Sequence[dict]) -> Finding:
             FITTED[name],
             reason(
                 name,
-                "Not explained: launches, sends between stages and whatever keeps kernels below "
-                "the full bandwidth are not in the model.",
+                "Not explained: the model leaves out launches, sends between stages and kernels "
+                "below the full bandwidth.",
             ),
         )
 
@@ -180,8 +180,8 @@ def table1_time(name: str, row: dict, rows: Sequence[dict]) -> Finding:
         why = (
             "Deferring moves an exit's forward pass from the first part of the critical path to "
             "the last one, so k (f_EE + b_EE) remain (Remark A.2). The paper measured "
-            f"{ms(paper_saved)} ms less, +-{2e3 * ROUNDING:.0f} ms by rounding; the released "
-            f"code's order saves {ms(saved(RELEASED))} ms here."
+            f"{ms(paper_saved)} ms less, +-{2e3 * ROUNDING:.0f} ms by rounding; here the released "
+            f"code's order saves {ms(saved(RELEASED))} ms."
         )
     return judged(
         "table-1-time",
@@ -258,9 +258,9 @@ def table1_memory(name: str, row: dict, base: dict) -> Finding:
             f"{name}, Standard: {row['peak_gb']:.2f} GB, {ratio - 1:+.1%} beside the paper's "
             f"{row['paper_gb']:.2f} GB (within 10 %)",
             SIMULATED,
-            f"{row['paper_gb'] - row['peak_gb']:.1f} GB are missing: parameters, their state, "
-            "activations and logits are counted; buffers of libraries, temporary arrays and "
-            "fragments are not.",
+            f"{row['paper_gb'] - row['peak_gb']:.1f} GB are missing: our value counts parameters, "
+            "their state, activations and logits, but no buffers of libraries, temporary arrays "
+            "or fragments.",
         )
     within = 0.3  # GB
     holds = abs(row["more_gb"] - row["paper_more_gb"]) <= within
@@ -274,8 +274,8 @@ def table1_memory(name: str, row: dict, base: dict) -> Finding:
         there = row["gb"][row["paper_stage"] - 1]
         why = (
             f"By our bytes Stage {row['paper_stage']} stays {row['peak_gb'] - there:.2f} GB below "
-            f"Stage {row['peak_stage']}; what GPUs hold beside parameters, activations and logits "
-            f"({base['paper_gb'] - base['peak_gb']:.1f} GB of Standard) is not in them."
+            f"Stage {row['peak_stage']}; they do not include the other contents of a GPU's memory "
+            f"({base['paper_gb'] - base['peak_gb']:.1f} GB in Standard)."
         )
     return judged(
         "table-1-memory",

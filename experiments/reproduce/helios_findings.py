@@ -78,7 +78,7 @@ def _shapes(found: Findings, result: Mapping[str, Any]) -> None:
     saved = result["figure_6_savings"]
     found.add(
         "Figure 6a",
-        "An exit after 16 layers spares half of Llama-7B's operations, 60 % of 13B's.",
+        "An exit after 16 layers saves half of Llama-7B's operations and 60 % of 13B's.",
         "50 %, 60 %",
         ", ".join(map(percent, saved.values())),
         all(abs(a - b) < 0.02 for a, b in zip(saved.values(), (0.5, 0.6), strict=True)),
@@ -89,7 +89,7 @@ def _shapes(found: Findings, result: Mapping[str, Any]) -> None:
     first = {row["model"]: row["gigabytes"] for row in reversed(result["figure_6"])}
     found.add(
         "Figure 6b",
-        "Less memory is accessed by earlier exits, while the footprint stays.",
+        "Earlier exits access less memory, while the footprint stays the same.",
         "drawn, no numbers",
         "; ".join(f"{m}: {first[m]:.1f} GB up to layer 4, {ends[m]:.1f} GB in all" for m in ends),
         all(first[m] < ends[m] for m in ends),
@@ -101,7 +101,7 @@ def _shapes(found: Findings, result: Mapping[str, Any]) -> None:
     most = ratios["Llama-2-13B"]
     found.add(
         "Figure 15",
-        "Llama2-13B serves the most requests more.",
+        "Llama2-13B has the largest gain in requests.",
         "6.05x",
         told,
         gain(6.05, most) and most == max(ratios.values()),
@@ -114,8 +114,8 @@ def _shapes(found: Findings, result: Mapping[str, Any]) -> None:
         "drawn, no numbers",
         told,
         ratios["OPT-1.3B"] < 1.5,
-        "Keys and values of the skipped layers are saved too, and a small model's requests take "
-        "most of the card.",
+        "The keys and values of the skipped layers are saved too, and a small model's requests "
+        "take most of the card.",
         card,
     )
     mean = 1.0
@@ -145,7 +145,7 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "over 70 % in both models; about 20 % take all layers",
         "; ".join(f"{m} after {r['layers']}: {shares(r)}" for m, r in every.items()),
         None,
-        f"{FITTED}; how many of them leave by the first exit, {percent(min(firsts))} at least, "
+        f"{FITTED}; the share that leaves by the first exit, {percent(min(firsts))} at least, "
         "follows from that.",
     )
     found.add(
@@ -160,16 +160,16 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
     beyond = both["small"]["past_first"][0]
     found.add(
         "Figure 11b",
-        "Of OPT-1.3B's tokens past the first exit many leave by OPT-6.7B's first exit.",
+        "Many of OPT-1.3B's tokens past the first exit leave by OPT-6.7B's first exit.",
         "57 %",
         f"{percent(beyond)} of the small model's tokens past the first exit",
         beyond > 0.57 - NEAR,
-        f"Of the small model's other tokens {percent(both['small']['first'][0])} leave there.",
+        f"{percent(both['small']['first'][0])} of the small model's other tokens leave there.",
     )
     told = "; ".join(
-        f"of the tokens that take all layers of {m} {percent(1 - r['last'][-1])} leave "
-        f"{r['reader']} early, of those that leave {m} by its first exit "
-        f"{percent(1 - r['first'][-1])}"
+        f"{percent(1 - r['last'][-1])} of the tokens that take all layers of {m} leave "
+        f"{r['reader']} early, and {percent(1 - r['first'][-1])} of those that leave {m} by its "
+        "first exit"
         for m, r in both.items()
     )
     found.add(
@@ -178,7 +178,7 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "drawn, no numbers",
         f"{told} (needed: more than half of the former)",
         min(1 - r["last"][-1] for r in both.values()) > 0.5,
-        "One way at least, most of them take all layers of the other model too.",
+        "In at least one direction, most of these tokens take all layers of the other model too.",
     )
     rows = [r for r in result["figure_8"] if r["model"] == "large" and r["task"] != "all"]
     stays = {r["task"]: r["unchanged"][-1] for r in rows}
@@ -194,8 +194,8 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         if (r["model"], r["task"]) == ("large", "all")
     )
     unsure = (
-        f"Of all tokens, however sure, {percent(every_token)} are final at the larger model's "
-        "first exit, so that few of the unsure ones can be."
+        f"At the larger model's first exit {percent(every_token)} of all tokens are final, "
+        "whatever their confidence, so few of the tokens with low confidence can be."
     )
     found.add(
         "Figure 8",
@@ -203,7 +203,7 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
         "85 % at least, four data sets, OPT-6.7B",
         "at threshold 1: "
         + ", ".join(f"{t} {percent(s)}" for t, s in stays.items())
-        + f"; least of all: {percent(least)} ({task}, at {limit:g})",
+        + f"; lowest: {percent(least)} ({task}, at {limit:g})",
         least >= 0.85,
         unsure,
     )
@@ -211,7 +211,8 @@ def _exits(found: Findings, result: Mapping[str, Any]) -> None:
     low = row["unchanged"][LIMITS.index(LOW)]
     found.add(
         "Section 1",
-        "Tokens kept from OPT-6.7B's first exit by a confidence of 0.2 stay the same.",
+        "Tokens that a confidence of 0.2 keeps from leaving by OPT-6.7B's first exit stay the "
+        "same.",
         "92.1 % (CNN/DailyMail)",
         "no such token" if low is None else f"{percent(low)} ({row['task']})",
         None if low is None else low > 0.921 - NEAR,
@@ -253,19 +254,21 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "Table 3",
         "Throughput is 1 / TPOT.",
         "1 / TPOT",
-        f"{small['decoding']:.0f} tokens/s by 1 / TPOT, {small['throughput']:.0f} in all",
+        f"{small['decoding']:.0f} tokens/s by 1 / TPOT, {small['throughput']:.0f} over the whole "
+        "time",
         abs(small["decoding"] / small["throughput"] - 1) < 0.1,
-        "Prefilling and queueing are in the one and not in the other: more than 10 % apart.",
+        "One value includes prefilling and queueing and the other does not; they are more than "
+        "10 % apart.",
     )
     found.add(
         "Table 3",
         "Latency is (TTFT + TPOT) x tokens.",
         "(TTFT + TPOT) x tokens",
         f"{small['printed_latency']:.2f} s by the formula as printed, {small['latency']:.2f} s "
-        "passed",
+        "elapsed",
         abs(small["printed_latency"] / small["latency"] - 1) < 0.1,
-        "The formula has the first token's time for every token; TTFT + TPOT x (tokens - 1) "
-        "is what passes.",
+        "The formula counts the first token's time for every token; the elapsed time is TTFT + "
+        "TPOT x (tokens - 1).",
     )
     ours = result["defaults"]
     found.add(
@@ -283,8 +286,8 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "Candidates are evaluated, the best is loaded in part, breaches load more or switch, and "
         "candidates are reassessed.",
         "drawn",
-        f"{fast['assessments']} evaluations of candidates, {percent(fast['partly_loaded'])} of the "
-        f"prompts by part of a model, {fast['loads']} LD, {fast['switches']} SW",
+        f"{fast['assessments']} evaluations of candidates, {percent(fast['partly_loaded'])} of "
+        f"the prompts served by part of a model, {fast['loads']} LD, {fast['switches']} SW",
         fast["assessments"] > 1
         and fast["partly_loaded"] > 0
         and fast["loads"] + fast["switches"] > 0,
@@ -292,7 +295,7 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
     )
     found.add(
         "Figures 3 and 4",
-        "A token leaves at the first exit that is surer than the threshold.",
+        "A token leaves by the first exit whose confidence exceeds the threshold.",
         "drawn",
         ", ".join(f"{m}: threshold {t:.3f}" for m, t in result["thresholds"].items())
         + f", {percent(1 - small['exits']['small'][-1])} of small's tokens leave early. "
@@ -305,8 +308,8 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
         "Exits are trained with a weight of 1.0 each, for 50,000 iterations, on "
         "RedPajama and the Pile.",
         "OPT-1.3B and OPT-6.7B fine-tuned",
-        "configs/helios_opt_1b3.py and helios_opt_6b7.py have it; ours here: weight 1.0, "
-        f"{result['trained']} on text of the tasks",
+        "configs/helios_opt_1b3.py and helios_opt_6b7.py have these values; ours here: weight "
+        f"1.0, {result['trained']} on text of the tasks",
         None,
         "Fine-tuning OPT needs GPUs; the configurations are tested, not run.",
     )
@@ -320,7 +323,7 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
     )
     found.add(
         "Section 5.2",
-        "With part of a model loaded no token of a batch waits for a deeper one.",
+        "If only a part of a model is loaded, no token of a batch waits for a deeper one.",
         "no synchronisation",
         f"{percent(fast['below'])} of the tokens left by the last loaded "
         "exit below their threshold",
@@ -337,17 +340,17 @@ def _gains_of_exits(found: Findings, result: Mapping[str, Any]) -> None:
         faster, sooner = own["throughput"] / none["throughput"], own["latency"] / none["latency"]
         told.append(
             f"{name}: {faster:.2f}x the throughput, {sooner:.2f}x the latency, "
-            f"{percent(own['agreement'])} of the tokens as without exits"
+            f"{percent(own['agreement'])} of the tokens equal those without exits"
         )
         right.append(faster > 1 > sooner and own["agreement"] >= 1 - NEAR)
     found.add(
         "Section 2.3",
-        "Early exits improve throughput and latency without less accuracy.",
+        "Early exits improve throughput and latency without loss of accuracy.",
         "said, without a number",
         "; ".join(told) + f". {FITTED}.",
         all(right),
-        "At these thresholds exits keep tokens that later layers would change: more than "
-        f"{NEAR:.0%} of them, or no speed is gained.",
+        f"At these thresholds more than {NEAR:.0%} of the tokens that exits emit would change in "
+        "later layers, or no speed is gained.",
     )
 
 
@@ -365,20 +368,21 @@ def _evaluations(found: Findings, result: Mapping[str, Any], lines: Mapping[str,
     later = line.ttft[during].mean() / alone[during].mean() if during else None
     found.add(
         "Section 3.4",
-        "Tokens of evaluations are kept, and the first token is no later for them.",
+        "Tokens of evaluations are kept, and evaluations do not delay the first token.",
         "not impacted",
         f"{row['answered']} of {result['prompts']} prompts are answered, "
         + (
             "and none is of an evaluation"
             if later is None
-            else f"the first token of the {len(during)} prompts behind the begin of an evaluation "
-            f"comes after {later:.2f} times what the smaller model alone takes (up to 1.1)"
+            else f"the first token of the {len(during)} prompts after the beginning of an "
+            f"evaluation takes {later:.2f} times as long as with the smaller model alone (up "
+            "to 1.1)"
         ),
         None if later is None else row["answered"] == result["prompts"] and later < 1.1,
         "no prompt is of an evaluation"
         if later is None
-        else "A prompt of an evaluation waits for the whole of its candidate: the larger model's "
-        f"first token takes {slower:.1f} times as long as the smaller one's.",
+        else "A prompt of an evaluation waits for its whole candidate: the larger model's first "
+        f"token takes {slower:.1f} times as long as the smaller one's.",
     )
     found.add(
         "Section 5.4",
@@ -387,5 +391,6 @@ def _evaluations(found: Findings, result: Mapping[str, Any], lines: Mapping[str,
         f"{right['switches']} switches in {right['assessments']} evaluations; "
         f"{percent(sum(right['exits']['small']))} of the tokens by the small model",
         right["switches"] > 1,
-        f"{served.by_judge(result)} So nothing speaks for the larger one, from which to revert.",
+        f"{served.by_judge(result)} So the larger model has no advantage and never serves, and "
+        "there is nothing to revert from.",
     )

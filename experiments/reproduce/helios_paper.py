@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 NEAR = 0.1  # of a share, within which it is the paper's
-FITTED = "Thresholds are fitted, so that the paper's share leaves before the last layer"
+FITTED = "Thresholds are fitted so that the paper's share of tokens leaves before the last layer"
 
 MODELS = {"small": "OPT-1.3B", "large": "OPT-6.7B"}
 """The paper's model that each of ours stands for."""

@@ -18,8 +18,8 @@ def by_thresholds(result: Mapping[str, Any]) -> str:
     for name, threshold in result["thresholds"].items():
         exits = of(rows, f"{name} only")["exits"][name]
         told.append(
-            f"at a threshold of {threshold:.2f} {percent(exits[0])} of {name}'s tokens leave by "
-            f"its first exit, {percent(exits[-1])} take all layers"
+            f"at a threshold of {threshold:.2f}, {percent(exits[0])} of {name}'s tokens leave by "
+            f"its first exit and {percent(exits[-1])} take all layers"
         )
     small, large = (of(rows, f"{name} only")["perplexity"] for name in paper.MODELS)
     compared = f"The perplexity of large is {large / small:.2f} times that of small."
@@ -30,8 +30,8 @@ def by_judge(result: Mapping[str, Any]) -> str:
     """Reason from the judge's perplexities, which are what the objective of accuracy reads."""
     judged = next(row for row in result["table_1"] if row["measure"] == "judge")["before"]
     return (
-        "To the judge, which decides for accuracy, the smaller model's answers have a perplexity "
-        f"of {judged['small']:.1f}, and the larger one's {judged['large']:.1f}."
+        "The judge, which decides for accuracy, gives the smaller model's answers a perplexity "
+        f"of {judged['small']:.1f}, and the larger model's {judged['large']:.1f}."
     )
 
 
@@ -59,7 +59,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
     )
     found.add(
         "Figure 13c",
-        "More layers are loaded (LD), and models switched (SW).",
+        "More layers are loaded (LD), and models are switched (SW).",
         "both occur",
         f"{fast['loads']} LD, {fast['switches']} SW",
         fast["loads"] > 0 and fast["switches"] > 0,
@@ -85,7 +85,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
     both = sum(fast["exits"]["large"]) > 0
     found.add(
         "Section 5.1",
-        "Most of them leave the smaller model.",
+        "Most of these tokens are the smaller model's.",
         "77 %",
         percent(share),
         share > 0.77 - NEAR if both else None,
@@ -106,7 +106,7 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
     work = [r["operations"] / fast["operations"] for r in (small, large)]
     found.add(
         "Section 5.1",
-        "Throughput's optimum saves energy, too.",
+        "The choice for throughput also saves energy.",
         "1.06x OPT-1.3B, 2.17x OPT-6.7B",
         f"{work[0]:.2f}x, {work[1]:.2f}x the operations",
         gain(1.06, work[0]) and gain(2.17, work[1]),
@@ -156,14 +156,14 @@ def add_gains(found: Findings, result: Mapping[str, Any], lines: Mapping[str, An
         "58.3 %",
         percent(spare["partly_loaded"]),
         spare["partly_loaded"] > 0.583 - NEAR,
-        f"{spare['loads']} times breaches brought the other layers, which stay until the next of "
-        f"{spare['assessments']} assessments.",
+        f"Breaches loaded the other layers {spare['loads']} times, and these stay until the next "
+        f"of {spare['assessments']} assessments.",
     )
     saving = small["seconds"] - spare["seconds"]
     over = spare["loading"] / saving if saving > 0 else None
     found.add(
         "Section 5.5",
-        "Switching costs little of what is saved.",
+        "Switching costs a small share of the savings.",
         "0.05x of the savings",
         f"{spare['loading']:.1f} s of loading, "
         + ("and no time is saved" if over is None else f"{over:.2f}x of {saving:.1f} s saved"),
@@ -200,13 +200,13 @@ def _first_tokens(found, result, lines, small, large, first) -> None:
     most = float(ratio[long[at]]) if long else None
     found.add(
         "Section 5.3",
-        "For long prompts the gain over the larger model is largest.",
+        "The gain over the larger model is largest for long prompts.",
         "up to 30x (CNN/DailyMail, prompts 272 to 542)",
         "no long prompts" if most is None else f"up to {most:.1f}x (summarization)",
         None if most is None else most > 15,
         "no long prompts"
         if most is None
-        else "One request is served at a time, and none waits for another: a gain is no more than "
+        else "One request is served at a time, and none waits for another. So a gain is at most "
         "the ratio of two models' times for a prompt, "
         f"{1e3 * lines['large only'].ttft[long[at]]:.0f} and "
         f"{1e3 * lines['HELIOS, response time'].ttft[long[at]]:.0f} ms at the largest.",
@@ -217,8 +217,8 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
     rows, reason = result["simulated"], by_thresholds(result)
     speeds = [of(rows, f"{m} only")["throughput"] for m in paper.MODELS]
     slower = (
-        f"The whole larger model makes {speeds[1]:.0f} tokens/s, the smaller one {speeds[0]:.0f}: "
-        "for speed and operations nothing speaks for it."
+        f"The whole larger model has {speeds[1]:.0f} tokens/s, the smaller one {speeds[0]:.0f}: "
+        "the larger one has no advantage in speed and operations."
     )
     for name, theirs in paper.TABLE_5.items():
         row, helios = of(rows, name), name.startswith("HELIOS")
@@ -253,7 +253,7 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
     )
     found.add(
         "Section 5.6",
-        "For energy whole models are used less than with one model alone.",
+        "With the objective energy, whole models are used less than with one model alone.",
         "7.9 % and 0.6 %, alone 22.3 % and 21.6 %",
         f"{percent(energy['small'][-1])} and {percent(energy['large'][-1])}, alone "
         f"{percent(static[0])} and {percent(static[1])}",
@@ -264,17 +264,17 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
     ttft = [1e3 * of(rows, f"{name} only")["ttft"]["mean"] for name in paper.MODELS]
     found.add(
         "Section 5.6",
-        "For response time the larger model serves more.",
+        "With the objective response time, the larger model serves more.",
         "49.6 % of the tokens, for throughput 21.7 %",
         f"{percent(late[0])}, {percent(late[1])}",
         late[0] > late[1],
-        f"Alone the smaller model's first token takes {ttft[0]:.0f} ms, the larger one's "
-        f"{ttft[1]:.0f} ms.",
+        f"Without the other model, the smaller model's first token takes {ttft[0]:.0f} ms, and "
+        f"the larger one's {ttft[1]:.0f} ms.",
     )
     first = [get(name)["large"][0] for name in ("accuracy", "energy")]
     found.add(
         "Section 5.6",
-        "For accuracy the larger model's first exit serves more than for energy.",
+        "With the objective accuracy, the larger model's first exit serves more than with energy.",
         "34.6 % of the tokens, 2.26x",
         f"{percent(first[0])}, for energy {percent(first[1])}",
         first[0] > first[1],

@@ -92,7 +92,7 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
             f"{low['threshold']:g}, {low['speed']['pipelined']:.2f} times"
         )
         if full["score"] < MEANINGFUL:
-            why = "the full model itself hardly scores: there is nothing to lose"
+            why = "even the full model hardly scores, so there is nothing to lose"
             yield judged("figure-8", None, ours, simulated, why)
         else:
             holds, why = fast_and_comparable(points, margin)
@@ -138,7 +138,7 @@ def held_out_text(summary: Mapping[str, Any], scale: str) -> Finding:
         f"fast by KV recomputation (measured), {best['simulated']['pipelined']:.2f} times on "
         "stages (simulated)",
         scale,
-        "held-out text is none of the paper's six tasks",
+        "held-out text is not one of the paper's six tasks",
     )
 
 
@@ -162,9 +162,9 @@ def order_of_speeds(summary: Mapping[str, Any], scale: str) -> Finding:
     return judged(
         "figure-8-order",
         not slower,
-        f"{count(name for name, *_ in slower)} of {len(curves)} curves are the faster the lower "
-        f"the threshold, from 1 to {last:g}, {count(without_first)} from {text[1]['threshold']:g} "
-        f"to {last:g} (no step may be slower)",
+        f"{count(name for name, *_ in slower)} of {len(curves)} curves get faster as the "
+        f"threshold falls from 1 to {last:g}, {count(without_first)} as it falls from "
+        f"{text[1]['threshold']:g} to {last:g} (no step may be slower)",
         scale,
         "; ".join(reasons_for_slower(slower, summary["costs"])),
     )
@@ -185,9 +185,9 @@ def reasons_for_slower(
         share = gates / (sum(costs["layers"]) + costs["exits"][-1])
         early = [row["early"] for _, row in first]
         found.append(
-            f"Below 1 a token that does not leave pays for all exits, {share:.1%} of a full pass "
-            f"here; at {first[0][1]['threshold']:g} only {min(early):.1%} to {max(early):.1%} of "
-            f"the tokens leave early ({', '.join(name for name, _ in first)})"
+            f"Below 1 a token that does not leave runs all exits, which costs {share:.1%} of a "
+            f"full pass here; at {first[0][1]['threshold']:g} only {min(early):.1%} to "
+            f"{max(early):.1%} of the tokens leave early ({', '.join(name for name, _ in first)})"
         )
     if others := [(name, above, row) for name, above, row in slower if above != 1]:
         steps = ", ".join(f"{name} {above:g} to {r['threshold']:g}" for name, above, r in others)
@@ -384,9 +384,9 @@ def tables(table3, table4, scale: str) -> Iterator[Finding]:
     yield judged(
         "table-3",
         means[min(means)] >= SAME if means else None,  # the lowest threshold, the fastest
-        f"tokens that are those of the text at threshold 1, place by place: {told or 'none asked'} "
-        f"({len(table3)} texts; one other token may change all behind it); judged "
-        f"at the lowest threshold (at least {SAME:.0%})",
+        "tokens that equal those of the text at threshold 1, place by place: "
+        f"{told or 'none asked'} ({len(table3)} texts; one changed token may change all after "
+        f"it); judged at the lowest threshold (at least {SAME:.0%})",
         scale,
         why_texts_change(table3) if means else "texts at one threshold alone",
     )
@@ -396,8 +396,8 @@ def tables(table3, table4, scale: str) -> Iterator[Finding]:
         return "-" if x is None else f"{x:.2f}"
 
     told = "; ".join(
-        f"exit {r['boundary']}: {r['agreement']:.0%} as the final one, mean confidence "
-        f"{number(r['agreeing'])} there, {number(r['others'])} elsewhere"
+        f"exit {r['boundary']}: {r['agreement']:.0%} agree with the final exit, with a mean "
+        f"confidence of {number(r['agreeing'])} there and {number(r['others'])} elsewhere"
         for r in rows
     )
     *early, final = np.array(table4["confidences"])
@@ -406,8 +406,9 @@ def tables(table3, table4, scale: str) -> Iterator[Finding]:
         all(r["agreement"] >= HIGH and high(r["agreeing"], r["others"]) for r in rows),
         f"{told} (at least {HIGH:.0%}, {HIGH:.2f}, and more than elsewhere)",
         scale,
-        f"The final exit itself is {final.mean():.2f} sure on average; of the tokens "
-        f"{np.mean(np.max(early, 0) >= HIGH):.1%} have an early exit that is {HIGH:.2f} sure.",
+        f"The final exit itself has a mean confidence of {final.mean():.2f}; "
+        f"{np.mean(np.max(early, 0) >= HIGH):.1%} of the tokens have an early exit with a "
+        f"confidence of {HIGH:.2f} or more.",
     )
 
 
@@ -432,7 +433,7 @@ def why_texts_change(table3) -> str:
         return "Not explained: no token differs, and a text is shorter."
     low = table3[0]["texts"][-1]["threshold"]
     return (
-        f"At {low:g} {np.mean(early):.0%} of the tokens leave early. Up to the first other one "
-        f"{len(sure)} of {upto} tokens differ, from exits that are {min(sure):.2f} to "
-        f"{max(sure):.2f} sure, and what is written behind them differs with them."
+        f"At {low:g} {np.mean(early):.0%} of the tokens leave early. Up to the first difference "
+        f"of each text, {len(sure)} of {upto} tokens differ. The exits that emitted them had "
+        f"confidences of {min(sure):.2f} to {max(sure):.2f}, and the text after them differs too."
     )

@@ -88,7 +88,7 @@ def intervals() -> Iterator[Finding]:
         "interval-by-cost",
         right and found == sorted(set(found)),
         f'interval="auto" gives {_told(found)} prompts where a segment loads in {_told(LOADS)} s: '
-        "so many that evaluations take 5 % of the time between; the default is 150",
+        "enough that evaluations take 5 % of the time between; the default is 150",
         "the interval does not follow from these costs",
     )
 
@@ -106,8 +106,8 @@ def overlaps() -> Iterator[Finding]:
     yield judged(
         "overlap",
         bool(served) and set(served) == {before},
-        f"the controller sends {served.count(before)} of {len(served)} prompts to the model that "
-        "is there while the next one is not; no time of loading is measured here",
+        f"the controller sends {served.count(before)} of {len(served)} prompts to the loaded "
+        "model while the next one is not loaded; no time of loading is measured here",
         "prompts wait for the model that is loaded" if served else "no other model is loaded",
     )
 
@@ -128,8 +128,8 @@ def others() -> Iterator[Finding]:
     yield judged(
         "other-candidates",
         len(first) == 2 and new and first[0] not in later,
-        f"of the models {_told(names)} the candidates {_told(first)} serve 200 prompts; with "
-        f"{first[0]} given up {_told(later)} do",
+        f"of the models {_told(names)} the candidates {_told(first)} serve 200 prompts; once "
+        f"{first[0]} is given up, {_told(later)} do",
         "no other model of the repository serves a prompt",
     )
 

@@ -198,8 +198,8 @@ def latencies() -> Iterator[Finding]:
     yield judged(
         "figure-5",
         faster > 2,
-        f"tokens that leave on the first of {STAGES} stages come {faster:.2f} times as fast as by "
-        "full passes, the later stages working on the tokens before (more than 2 times)",
+        f"tokens that leave on the first of {STAGES} stages come {faster:.2f} times as fast as "
+        "with full passes, while the later stages work on earlier tokens (more than 2 times)",
         "not explained: stages do not overlap",
         SIMULATED,
     )
@@ -239,5 +239,5 @@ def decisions(params, config, prompts) -> Iterator[Finding]:
         right == total and 0 < early < total,
         f"{right} of {total} tokens leave by the first exit whose probability reaches {MIXED:g}, "
         f"{early} of them before the final one",
-        "a near-tie in rounding decides otherwise, or no token leaves early",
+        "a near-tie in rounding changes a decision, or no token leaves early",
     )

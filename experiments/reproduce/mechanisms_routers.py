@@ -42,7 +42,7 @@ def library() -> Iterator[Finding]:
         "any-transformers",
         None,
         f"of {len(files)} modules {', '.join(sorted(found)) or 'none'} imports transformers",
-        "eejax generates without transformers, whatever its version: nothing to try",
+        "eejax generates without transformers, so no version of it needs a test",
         "eejax's own source",
     )
 
@@ -115,8 +115,8 @@ def calibration() -> Iterator[Finding]:
         all(at == tuple(range(4, n + 1, 4)) for n, at in found.items()),
         f"with c = 4 after {', '.join(map(str, found[32]))} of 32 layers, counted from 1; the "
         "paper's list c - 1, 2c - 1, ..., counted from 0, ends with the last layer",
-        "eejax does otherwise: it leaves out the router after all layers, since an exit there "
-        "spares no layer",
+        "eejax differs: it leaves out the router after the last layer, since an exit there saves "
+        "no layer",
         "configuration",
     )
     config = model()
@@ -144,12 +144,11 @@ def calibration() -> Iterator[Finding]:
     yield judged(
         "eq-1",
         raw == 1 and len(at) == len(hs),
-        f"labels that are those of float64 cosines: {told}, {want.size} tokens each and the tau "
-        f"that 40 % of them reach; at the default of 0.98 {default:.0%} have converged in this "
-        "untrained model, whose final norm has scales other than 1",
-        "eejax does otherwise: it takes the cosine of both states under the final norm, since that "
-        "is what an exit's head reads; with scales other than 1 some labels differ from those of "
-        "raw states"
+        f"labels that equal those of float64 cosines: {told}, with {want.size} tokens each and "
+        f"the tau that 40 % of them reach; at the default of 0.98 {default:.0%} have converged in "
+        "this untrained model, whose final norm has scales other than 1",
+        "eejax differs: it takes the cosine of both states after the final norm, since an exit's "
+        "head reads those; with scales other than 1 some labels differ from those of raw states"
         if under == 1
         else "labels differ from the cosines under the norm too, which is a fault of ours",
     )
@@ -194,9 +193,9 @@ def selection() -> Iterator[Finding]:
         "algorithm-1",
         False,
         f"{deep.size} of {posthoc.tokens.size} tokens leave early, none below k_min = 4; each "
-        "request by its own exit, where the paper waits for the whole batch",
-        "eejax does otherwise: it asks each row of a batch where line 8 asks all, since a batch "
-        "that waits for its last row leaves late"
+        "request leaves by its own exit, where the paper waits for the whole batch",
+        "eejax differs: it decides for each row of a batch where line 8 decides for all, since a "
+        "batch that waits for its last row leaves late"
         if deep.size and deep.min() >= 4
         else "a token leaves below k_min, or none leaves",
     )
@@ -205,8 +204,8 @@ def selection() -> Iterator[Finding]:
         (posthoc.layers == config.n_layers).all()
         and (posthoc.tokens == skipping.tokens).all()
         and (posthoc.exits == skipping.exits).all(),
-        "post-hoc runs all layers of every token; its tokens and exits are those of decoding that "
-        "skips layers and fills in keys and values exactly",
+        "post-hoc runs all layers of every token; decoding that skips layers and fills in keys "
+        "and values exactly has the same tokens and exits",
         "tokens differ, or a layer is left out",
     )
     loose, tight = ([0.5, 0.5, 1.0], [1.0, 1.0, 0.5])
@@ -219,14 +218,14 @@ def selection() -> Iterator[Finding]:
         None,
         f"thresholds by exit: {loose} give a mean depth of {layers[0]:.2f}, {tight} of "
         f"{layers[1]:.2f}; bounds of labels may be given by exit too",
-        "routers of an untrained model do not show what thresholds by exit would gain",
+        "routers of an untrained model do not show the gain of thresholds by exit",
     )
     kept = len(_boundary_states(transformer, value, config, np.array(prompts, np.int32)))
     yield judged(
         "hidden-states",
         None,
         f"a pass returns {kept} states, those at exits and the last, of {config.n_layers + 1}",
-        "the cost that it would reduce is one of large batches on a GPU",
+        "the cost that this would reduce arises with large batches on a GPU",
     )
 
 
@@ -270,7 +269,7 @@ def kernels() -> Iterator[Finding]:
         None,
         "Triton compiles for the GPU that is found, from sm_80 on; older ones and machines without "
         "one take XLA's operations",
-        "no GPU is here, let alone each generation from V100 to Blackwell",
+        "there is no GPU here, let alone one of each generation from V100 to Blackwell",
         scale,
     )
 
@@ -335,8 +334,9 @@ def precision(scale: str) -> Iterator[Finding]:
         f"kept in {', '.join(sorted(dtypes))}; with bfloat16 states a confidence is within "
         f"{errors[0]:.1e} of that by weights in bfloat16, and within {off:.1e} of that by weights "
         "in float32",
-        "eejax does otherwise: it keeps the weights in float32, and rounds them to the type of the "
-        "states for products, as it does for all weights, so that serving has training's values"
+        "eejax differs: it keeps the weights in float32, and rounds them to the type of the "
+        "states for products, as it does for all weights, so that serving has the values of "
+        "training"
         if dtypes == {"float32"}
         else "weights are kept in another type",
         scale,

@@ -140,7 +140,7 @@ def memory() -> Iterator[Finding]:
         None,
         f"the fullest of 4 stages of the 30B model needs {grown['30b']:.3f} times the memory with "
         "exits at 1/4 and 1/2",
-        "nothing of this size was run",
+        "no model of this size was run",
     )
 
 
@@ -314,8 +314,8 @@ def filling() -> Iterator[Finding]:
         f"microbatches whose activations a stage holds at most: {most[0].tolist()} without, "
         f"{most[2].tolist()} with 2 in part 1",
         f"Our lockstep table has {most[0][0]} microbatches in flight on the first stage in its "
-        f"steady phase, where asynchronous 1F1B has {kept(async_1f1b(costs, 16))[0]}; the inserted "
-        "ones have gone back by then.",
+        f"steady phase, where asynchronous 1F1B has {kept(async_1f1b(costs, 16))[0]}; the "
+        "inserted ones have finished by then.",
     )
     counts = [filled(equal(8, r), 32, inner_stages=range(8)).inserted for r in (0.5, 1.0, 2.0, 3.0)]
     yield judged(
@@ -357,7 +357,7 @@ def exits_of_choice() -> Iterator[Finding]:
     yield judged(
         "rule-same-matrix",
         all(own.sum() > one.sum() and (own >= one).all() for own, one in gb.values()),
-        "7B, GB of parameters and their state that are saved by reading a matrix that is there: "
+        "7B, GB of parameters and their state that are saved by using a matrix that is there: "
         + ", ".join(f"{place} {(own - one).max():.1f}" for place, (own, one) in gb.items()),
         "not explained: a stage holds no less",
         "counted parameters",

@@ -377,8 +377,8 @@ def claim_c1(draws: int = 200) -> Iterator[Finding]:
         f"{8 - factors.main} of 8 microbatches partial: means within {np.abs(z).max():.1f} "
         f"standard errors of the text's gradient (below 4); variance along it {mean:.2f} times "
         f"that of the whole ones ({ratio.min(initial=1):.2f} to {ratio.max(initial=0):.2f}; less "
-        "on average, and nowhere more by 3 standard errors) in the "
-        f"{reached.sum()} of {len(reached)} arrays to which partial passes come",
+        f"on average, and nowhere more by 3 standard errors) in the {reached.sum()} of "
+        f"{len(reached)} arrays that partial passes reach",
         scale,
         "the gradient is biased, or varies as much as without",
     )
@@ -394,7 +394,7 @@ def claim_c1(draws: int = 200) -> Iterator[Finding]:
         f"within {off:.1f} standard errors of the text's (harm: 4 or more)",
         scale,
         "the gradient of each copy is multiplied by its stage's factor before copies are added, "
-        "and is not biased",
+        "so it is not biased",
     )
 
 

@@ -22,14 +22,15 @@ TITLES = {
 HEADER = ("row", "place", "claim", "theirs", "ours", "scale", "verdict")
 MISSING = "missing"
 RULES = (
-    "A row for each table, figure, equation and claim of three papers: their value, ours, the "
-    "scale of ours, and a verdict. Reasons stand below the tables, by the numbers of the rows. "
-    "A verdict is about our value at our scale: that a claim does not hold of a small model says "
-    'nothing about the paper\'s. "Not at this scale" stands where ours can show neither, as there '
-    "is no GPU, the model has nothing to lose, a value was fitted, or nothing was run. Values that "
-    "are simulated come from models of cost, not from a clock. A gain such as 1.48x holds if ours "
-    "is at least half of it (1.24x), and a share if it is within 10 points, or better; where a row "
-    "states another bound, that bound decides."
+    "The tables have a row for each table, figure, equation and claim of three papers, with the "
+    "paper's value, our value, the scale of ours, and a verdict. Reasons are listed below the "
+    "tables by row number. A verdict is about our value at our scale: if a claim does not hold "
+    'for a small model, this says nothing about the paper\'s model. "Not at this scale" means that '
+    "our value can neither confirm nor refute the claim, because there is no GPU, the model has "
+    "nothing to lose, a value was fitted, or nothing was run. Simulated values come from cost "
+    "models, not from a clock. A gain such as 1.48x holds if ours is at least half of it (1.24x), "
+    "and a share if it is within 10 points, or better. If a row states another bound, that bound "
+    "decides."
 )
 COMMAND = "EEJAX_DATA=DATA eejax reproduce all --json"
 
@@ -59,7 +60,7 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
     """
     made = f"Made on {day or datetime.date.today().isoformat()}: {machine}."
     parts = ["# What the papers claim, and what we find", RULES]
-    parts += [f"{made} Of the rows {told(count(collection))}."]
+    parts += [f"{made} Of the rows, {told(count(collection))}."]
     numbered: list[tuple[int, TableRow]] = []
     for title, rows in tables(collection).items():
         here = list(enumerate(rows, len(numbered) + 1))
@@ -76,8 +77,8 @@ def page(collection: Collection, machine: str, failed: Mapping[str, str], day: s
     parts += [
         "## Make this page again",
         f"    {COMMAND}",
-        "It continues where it was stopped, and runs a reproduction again only if what it depends "
-        "on has changed. `--only=NAME` runs one, `--help` lists their names.",
+        "The command continues where it was stopped, and runs a reproduction again only if its "
+        "inputs have changed. `--only=NAME` runs one, `--help` lists their names.",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -9,7 +9,7 @@ from typing import Any
 from eejax.experiments.reproduce import tide_paper as paper
 from eejax.experiments.reproduce.findings import Findings, percent
 
-NO_GPU = "Kernels specialised for a GPU are compiled there, and no GPU is here."
+NO_GPU = "Kernels specialised for a GPU are compiled on it, and there is no GPU here."
 SHOWN = 60  # characters of an answer
 D, WIDTH, LAYERS, EVERY = 4096, 128, 32, 4  # of the paper's 8B model
 CHANCE, CLEAR = 0.5, 0.05  # an AUC of guesses, and how far above it a router has learned
@@ -53,13 +53,13 @@ def _prefill(found: Findings, result: Mapping[str, Any]) -> None:
         ours = ", ".join(f"{percent(s)} at layer {n}" for n, s in point["by_exit"].items())
         found.add(
             "Table 3",
-            f"Every token of a prompt finds an exit at {threshold:g}, the last layer's counted: "
+            f"Every token of a prompt finds an exit at {threshold:g}, if the last layer's counts: "
             f"{model}.",
             theirs,
             f"100 % of {point['tokens']:,} tokens: {ours}, {percent(1 - point['rate'])} at layer "
             f"{layers}; {percent(point['rate'])} save layers",
             None,
-            "With the last layer's exit counted every token finds one, whatever a model does.",
+            "If the last layer counts as an exit, every token finds one in any model.",
         )
     point = next(iter(points.values()))
     third = point["by_exit"].get(result["every"], 0.0)
@@ -79,7 +79,7 @@ def _prefill(found: Findings, result: Mapping[str, Any]) -> None:
     paper_saves = THIRD * (1 - 12 / LAYERS)
     found.add(
         "Figure 2",
-        "Exits by token spare layers: three tokens at 8, 16 and 32 of 32.",
+        "Exits chosen by token save layers: three tokens at 8, 16 and 32 of 32.",
         "56 of 96 layers, 42 % less (an illustration)",
         "; ".join(
             f"at {t} a mean depth of {p['depth']:.2f} of {layers}, {percent(saved[t])} less"
@@ -88,8 +88,8 @@ def _prefill(found: Findings, result: Mapping[str, Any]) -> None:
         + f" (at least half at {strict}: {percent(SAVED / 2)})",
         saved[strict] >= SAVED / 2,
         f"Tokens that are not the full model's: {others}. The figure's layers are drawn, not "
-        "measured: by the paper's Table 3, 16 of 322 tokens after 12 of 32 layers and the others "
-        f"after all, {percent(paper_saves)} would be spared.",
+        "measured: by the paper's Table 3, with 16 of 322 tokens after 12 of 32 layers and the "
+        f"others after all, {percent(paper_saves)} of the layers would be saved.",
     )
 
 
@@ -145,7 +145,7 @@ def _speeds(found: Findings, result: Mapping[str, Any]) -> None:
     alone = [r for r in skipping if r["batch"] == 1] or skipping
     found.add(
         "Section 6",
-        "Layers can be skipped in fact once gaps in the cache are managed.",
+        "Layers can actually be skipped once gaps in the cache are handled.",
         "future work, not tried",
         f"done by recomputing them: {min(r['layers_run'] for r in alone):.2f} of "
         f"{result['layers']} layers run, {sum(r['others'] for r in skipping)} texts differ from "
@@ -170,8 +170,8 @@ def all_layers(result: Mapping[str, Any]) -> str:
     ran = [r["layers_run"] for r in result["throughput"] if r["engine"] == "posthoc"]
     told = f"{min(ran):g} to {max(ran):g}" if min(ran) < max(ran) else f"{ran[0]:g}"
     return (
-        f"A post-hoc step ran {told} of {result['layers']} layers, and routers on top; the paper's "
-        "section 6 says that it skips none."
+        f"A post-hoc step ran {told} of {result['layers']} layers, and the routers in addition; "
+        "the paper's section 6 says that no layer is skipped."
     )
 
 
@@ -212,10 +212,10 @@ def _problem(found: Findings, result: Mapping[str, Any]) -> None:
         "Abstract",
         "Nearly all decoded tokens leave early.",
         "98 to 99 % (at L31 of 32, the last layer's own output)",
-        f"{rates}, before the last layer; 100 % with it",
+        f"{rates}, before the last layer; 100 % with the last layer",
         None,
-        "All of the paper's exits are at the last layer, where nothing is spared: counted so, "
-        "every token leaves, whatever a model does.",
+        "All of the paper's exits are at the last layer, where nothing is saved. Counted this "
+        "way, every token leaves early in any model.",
     )
 
 
@@ -225,8 +225,8 @@ def _characters(full: str, early: str) -> str:
     capitals = sum(c.isupper() for c in lost)
     return (
         f"Tokens are bytes, and both texts repeat a few words: of {len(set(full))} characters "
-        f"{len(lost)} do not come with exits, {capitals} of them capitals as in a speaker's name, "
-        f"and {len(new)} are new."
+        f"{len(lost)} do not occur with exits, {capitals} of them capitals as in a speaker's "
+        f"name, and {len(new)} are new."
     )
 
 
@@ -238,11 +238,11 @@ def _convergence(found: Findings, result: Mapping[str, Any]) -> None:
         "Section 5.5",
         "Every token converges (cosine 0.98) at the penultimate checkpoint.",
         paper.CONVERGED,
-        f"100 % at layer {result['layers']}, whose cosine is with itself; {near}",
+        f"100 % at layer {result['layers']}, whose cosine is taken with itself; {near}",
         min(r["near"] for r in inner[-1:]) > 0.99,
-        "L31 of 32, L35 of 36 and L11 of 12, counted from 0, are the last layers, whose states are "
-        f"what the cosine compares with. At layer {inner[-1]['boundary']} of {result['layers']} "
-        f"{inner[-1]['near']:.2%} of the tokens are so near.",
+        "L31 of 32, L35 of 36 and L11 of 12, counted from 0, are the last layers, whose states "
+        f"the cosine is taken with. At layer {inner[-1]['boundary']} of {result['layers']}, "
+        f"{inner[-1]['near']:.2%} of the tokens reach this cosine.",
     )
     lower = [(bound, inner[-1]["nearer_than"][bound]) for bound in inner[-1]["nearer_than"]]
     found.add(
@@ -265,7 +265,7 @@ def _calibration_time(found: Findings, result: Mapping[str, Any]) -> None:
         "170 s for 339,853 tokens of 2,000 texts, 8B parameters, A100",
         f"{own['seconds']:.0f} s for {result['tokens']:,} tokens of {result['windows']} windows",
         None,
-        "The time is that of an 8B model on an A100; ours is of a small model.",
+        "The paper's time is that of an 8B model on an A100; ours is that of a small model.",
     )
 
 
@@ -305,7 +305,7 @@ def _beside_entropy(found: Findings, one: Mapping[str, Any]) -> None:
     no_better = [str(n) for n, a, b in pairs if a < b + CLEAR]
     found.add(
         "Section 1",
-        "A router tells tokens that may leave better than the softmax's entropy does.",
+        "A router predicts which tokens may leave better than the softmax's entropy does.",
         "claimed, not measured",
         f"labels by {LABELS[one['rule']]}, the paper's recipe: AUC of right tokens {told} (better: "
         f"by at least {CLEAR:.2f})",
@@ -314,8 +314,8 @@ def _beside_entropy(found: Findings, one: Mapping[str, Any]) -> None:
         + (
             "."
             if one["rule"] == "top1"
-            else ": these routers learn cosines, which tell less of right tokens than labels of "
-            "right tokens do."
+            else ": these routers learn cosines, which predict right tokens less well than labels "
+            "of right tokens do."
         ),
     )
 
@@ -345,7 +345,7 @@ def _sizes(found: Findings) -> None:
         f"{count} routers (32 layers, c = 4) of {each:,} parameters: {megabytes:.1f} MB in float32",
         abs(megabytes / 4 - 1) < 0.25,
         "In float32 two routers of the paper's size take 4.2 MB, and its interval of 4 gives "
-        "eight; the paper does not say how many its file has.",
+        "eight routers; the paper does not say how many its file has.",
         shapes,
     )
 
@@ -397,7 +397,7 @@ def _system(found: Findings) -> None:
         "Table 2",
         "Kernels are specialised for eight pairs of dimensions.",
         pairs,
-        f"compiled for whatever dimensions come, {most_width()} wide at most",
+        f"compiled for the dimensions that are used, {most_width()} wide at most",
         None,
         NO_GPU,
         here,

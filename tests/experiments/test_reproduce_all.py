@@ -201,7 +201,7 @@ def test_the_page_counts_the_rows_that_it_shows():
         "": 2,
     }
     told = "3 hold, 1 does not, 2 are not judged at this scale, 2 point to another row."
-    assert f"Of the rows {told}" in text
+    assert f"Of the rows, {told}" in text
 
 
 def script(tmp_path: pathlib.Path, monkeypatch, findings: list[dict], status: int = 0) -> None:

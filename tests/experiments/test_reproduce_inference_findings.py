@@ -119,7 +119,7 @@ def test_held_out_text_is_none_of_the_tasks():
     """However fast and comparable it is."""
     found = of_key(inference_findings.figure_8(summary_of({}, (1.0, 4.0)), "tiny"), "figure-8")
     assert [str(f.verdict) for f in found] == ["not at this scale"] * 2
-    assert "4.00 times on stages" in found[0].ours and "none of the paper's six" in found[0].why
+    assert "4.00 times on stages" in found[0].ours and "not one of the paper's six" in found[0].why
 
 
 def test_slower_steps_are_explained_by_exits_that_few_tokens_take():
@@ -129,7 +129,7 @@ def test_slower_steps_are_explained_by_exits_that_few_tokens_take():
     assert order({}).verdict == "holds"
     slow = order({"boolq": task_rows(0.5, (0, 0, 0), (1.0, 1.2, 1.1))}, (1.0, 0.95))
     assert slow.verdict == "does not hold" and "0 of 2 curves" in slow.ours
-    assert "1 from 0.9 to 0.9" in slow.ours
+    assert "1 as it falls from 0.9 to 0.9" in slow.ours
     assert "12.5% of a full pass here; at 0.9 only 3.0% to 3.0%" in slow.why
     assert "leave early (held-out text); not explained: slower from BoolQ 0.5 to 0.2" in slow.why
 
@@ -182,7 +182,8 @@ def test_texts_that_change_are_explained_by_their_first_other_token():
     other = table([1, 2, 3, 4], [1, 2, 7, 8])
     assert other.verdict == "does not hold" and "75% at 0.2" in other.ours
     assert "At 0.2 50% of the tokens leave early" in other.why
-    assert "1 of 7 tokens differ, from exits that are 0.25 to 0.25 sure" in other.why
+    assert "1 of 7 tokens differ. The exits that emitted them had" in other.why
+    assert "confidences of 0.25 to 0.25" in other.why
 
 
 @pytest.mark.parametrize(
@@ -205,7 +206,7 @@ def test_exits_are_right_and_sure_by_an_absolute_bound(change, verdict):
     *_, found = inference_findings.tables(table3_of([1, 2, 3, 4]), four, "tiny")
     assert str(found.verdict) == verdict
     if verdict != "holds":
-        assert "The final exit itself is 0.50 sure on average" in found.why
+        assert "The final exit itself has a mean confidence of 0.50" in found.why
 
 
 def test_a_claim_that_does_not_hold_is_said_to_fail():

@@ -217,7 +217,9 @@ def test_the_papers_recipe_is_judged_by_its_own_routers():
 
     assert verdicts("Section 3.1", "Adam", **rules([0.5, 0.5], [0.6, 0.9])) == ["holds"]
     assert verdicts("Section 3.1", "Adam", **rules([0.9, 0.9], [0.54, 0.9])) == ["does not hold"]
-    (why,) = (f["why"] for f in of("Section 1", "A router tells", **rules([0.9] * 2, [0.8, 0.82])))
+    (why,) = (
+        f["why"] for f in of("Section 1", "A router predicts", **rules([0.9] * 2, [0.8, 0.82]))
+    )
     assert why == "Not at layer 8."
 
 
@@ -237,5 +239,5 @@ def test_spared_layers_and_unique_tokens_are_judged_by_the_bounds_that_are_shown
     ]
     (one,) = of("Section 5.3", problem=problem | {"rows": rows})
     assert one["verdict"] == "does not hold" and one["why"].startswith("-50 % at 0.5.")
-    assert "of 7 characters 6 do not come with exits, 4 of them capitals" in one["why"]
+    assert "of 7 characters 6 do not occur with exits, 4 of them capitals" in one["why"]
     assert one["why"].endswith("and 1 are new.")
