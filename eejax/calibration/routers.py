@@ -216,8 +216,8 @@ def train_routers(
         found = ", ".join(f"{config.exit_boundaries[e]}: {c}" for e, c in enumerate(counts))
         raise DataError(
             f"no exit has {options.min_positives} positive tokens by the label {options.label!r} "
-            f"among {train.sum()} (boundary: positives; {found}): give more text, a weaker bound, or "
-            "another label."
+            f"among {train.sum()} (boundary: positives; {found}): give more text, a weaker bound, "
+            "or another label."
         )
     x, y = jnp.asarray(states.boundary[kept]), jnp.asarray(wanted[kept], jnp.float32)
     trained, epochs, losses = _fit(

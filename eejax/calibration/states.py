@@ -123,7 +123,8 @@ def collect(
                 break
     if max_positions < asked and n >= max_positions:
         say(
-            f"the first {max_positions} of {asked} tokens: no more fit into a quarter of the free memory"
+            f"the first {max_positions} of {asked} tokens: no more fit into a quarter of the free "
+            "memory"
         )
     if not n:
         raise DataError("no token to calibrate on: the text is empty, or too short for a label.")

@@ -138,7 +138,7 @@ async def test_clients_get_every_token_while_models_and_depths_change(fleet):
         (dict(objective="fast"), "objective", "objective = \"fast\": Input should be 'throughput'"),
         (dict(objective="goodput"), "objective", 'objective = "goodput": Input should be'),
         (dict(stop_token_ids=[300]), "stop_token_ids", "stop_token_ids = (300,): must be a"),
-        (dict(echo=True, logprobs=1), "echo", "echo = true: goes without logprobs here"),
+        (dict(echo=True, logprobs=1), "echo", "echo = true: excludes logprobs here"),
     ],
 )
 def test_what_a_fleet_does_not_take_is_named(fleet, change, param, said):
