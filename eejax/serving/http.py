@@ -194,7 +194,10 @@ class ModelServer:
             message = f"model = {model!r}: there is none of this name; there are {known}."
             for name, service in self.services.items():
                 if service.ready is not None and model in (service.ready.models or ()):
-                    message = f"model = {model!r}: is one of those that {name!r} chooses from: request that one."
+                    message = (
+                        f"model = {model!r}: is one of those that {name!r} chooses from: "
+                        f"request {name!r}."
+                    )
             raise APIError(404, message, param="model", code="model_not_found")
         return self.services[model]
 
