@@ -1,4 +1,4 @@
-"""A trace of a few steps for TensorBoard, XProf or Perfetto, and how much memory is in use."""
+"""A trace of a few steps for TensorBoard, XProf or Perfetto, and the memory in use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 from eejax.common.errors import require
 
-STEP = "train"  # what the annotation of a step is called in the trace
+STEP = "train"  # name of a step's annotation in the trace
 FOLDER = "profile"
 
 
@@ -46,10 +46,10 @@ class Profiler:
         self._annotation = self._result = None
 
     def before(self, step: int, state: Any) -> None:
-        """Step `step` begins, with what the step before left on the device."""
+        """Begin step `step`, given the state that the previous step left on the device."""
         if step not in self._window:
             return
-        # Late, as everywhere here: a run that traces nothing has nothing to do with the profiler.
+        # Imported late: a run without a trace does not need the profiler.
         import jax
 
         if not self._open:
@@ -61,7 +61,7 @@ class Profiler:
         self._annotation.__enter__()
 
     def after(self, step: int, result: Any) -> None:
-        """Step `step` was dispatched; `result` is of its outputs, its metrics say."""
+        """Note that step `step` was dispatched; `result` is one of its outputs."""
         if not self._open:
             return
         self._leave_step()
@@ -79,10 +79,10 @@ class Profiler:
         if error is None:
             self._close()
             return
-        self._result = None  # of a device that may have failed: not waited for
+        self._result = None  # do not wait for a device that may have failed
         try:
             self._close()
-        except OSError as second:  # what ended the run says more
+        except OSError as second:  # the error that ended the run matters more
             error.add_note(f"and then: {second}")
 
     def _leave_step(self) -> None:
@@ -104,12 +104,11 @@ class Profiler:
 
 
 def device_memory(devices: Iterable[Any]) -> dict[str, float]:
-    """Return the bytes in use and their peak since the process began, for each device of this
-    process.
+    """Return the bytes in use and their peak, for each device of this process.
 
-    Names are 'memory/device_0/bytes_in_use' and 'memory/device_0/peak_bytes', numbered by the
-    device's id. If no device counts them (on a CPU), the process's own peak is
-    'memory/host_peak_bytes'.
+    The peak is since the process began. Names are 'memory/device_0/bytes_in_use' and
+    'memory/device_0/peak_bytes', numbered by the device's id. If no device counts them (on a CPU),
+    the process's own peak is 'memory/host_peak_bytes'.
     """
     found = {}
     for device in devices:
@@ -121,7 +120,9 @@ def device_memory(devices: Iterable[Any]) -> dict[str, float]:
 
 
 def _host_peak() -> int:
-    """Return the peak resident bytes of this process; getrusage counts KiB on Linux, bytes on
-    macOS."""
+    """Return the peak resident bytes of this process.
+
+    getrusage counts KiB on Linux, bytes on macOS.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
