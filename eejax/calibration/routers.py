@@ -84,7 +84,7 @@ class RouterOptions:
         for name in ("width", "epochs", "batch", "min_positives"):
             require_count(name, getattr(self, name))
         require(self.width <= WIDEST, "width", self.width, f"must be at most {WIDEST}")
-        require_count("seed", self.seed, least=0)
+        require_count("seed", self.seed, minimum=0)
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             ok = isinstance(value, float | int) and np.isfinite(value) and value >= 0

@@ -40,7 +40,7 @@ class ServedModel:
 
     def __post_init__(self):
         require(bool(self.source), "source", self.source, "must name a model")
-        require_count("drafts", self.drafts, least=0)
+        require_count("drafts", self.drafts, minimum=0)
         require_room(self.slots, self.context)
 
     def __call__(self) -> BuiltEngine:
@@ -61,7 +61,7 @@ def require_room(slots: int, context: int | None) -> None:
     """Raise `ConfigError` unless the slots and the context are possible numbers."""
     require_count("slots", slots)
     if context is not None:
-        require_count("context", context, least=2)
+        require_count("context", context, minimum=2)
 
 
 def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> EngineOptions:

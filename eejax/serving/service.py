@@ -81,7 +81,7 @@ class ServiceOptions:
     silence: float = 600.0
 
     def __post_init__(self):
-        require_count("waiting", self.waiting, least=0)
+        require_count("waiting", self.waiting, minimum=0)
         require_count("steps", self.steps)
         for name in ("first_pause", "longest_pause", "grace"):
             value = getattr(self, name)
