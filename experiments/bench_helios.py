@@ -259,7 +259,7 @@ class Bench:
         self.servers = servers
         return found
 
-    def told(self, name: str, rows: list) -> dict:
+    def summary(self, name: str, rows: list) -> dict:
         """Return the result of a policy's blocks."""
         from eejax.experiments.helios_runs import answer_bytes, answer_flops, fleet_flops
 
@@ -269,11 +269,11 @@ class Bench:
         ttft = np.array([a.ttft for a in answers])
         judged = self.judges.judge(answers[:: _AUDITED.value], self.texts)
 
-        def given(answer):
+        def prompt_len(answer):
             return len(self.texts[answer.index])
 
         flops = np.array(
-            [sum(answer_flops(self.members, a, given(a)) for a in more) for _, more in rows]
+            [sum(answer_flops(self.members, a, prompt_len(a)) for a in more) for _, more in rows]
         )
         fleet = getattr(self.servers[name], "fleet", None)
         if fleet is not None:  # its report covers all blocks
@@ -290,7 +290,7 @@ class Bench:
             "flops_per_token": flops.sum() / tokens,
             "bytes_per_token": read / tokens,
             "flops": flops.tolist(),
-            **judged.told(),
+            **judged.summary(),
         }
 
     def controlled(self, name: str) -> dict:
@@ -366,7 +366,7 @@ class Bench:
                     policies[f"helios, {name}"] = lambda n=name, y=limits: self.chosen(n, y)
                 policies["helios, never below"] = lambda: self.chosen("throughput", greedy=False)
             found = self.through(policies, order, _BLOCKS.value)
-            rows = {name: self.told(name, rows) for name, rows in found.items()}
+            rows = {name: self.summary(name, rows) for name, rows in found.items()}
             for name, row in rows.items():
                 if name not in statics:
                     row |= self.controlled(name)
@@ -407,7 +407,7 @@ class Bench:
         policies = {name: statics[name] for name in names}
         policies["helios"] = lambda: self.chosen("response_time")
         found = self.through(policies, "shuffled", _BLOCKS.value, clients)
-        rows = {name: self.told(name, rows) for name, rows in found.items()}
+        rows = {name: self.summary(name, rows) for name, rows in found.items()}
         rows["helios"] |= self.controlled("helios")
         better = min(names, key=lambda name: rows[name]["ttft"]["mean"])
 

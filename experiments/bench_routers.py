@@ -33,7 +33,7 @@ from absl import flags
 
 from eejax.common.errors import ConfigError
 from eejax.experiments import launch, peer_device
-from eejax.experiments.windows import BATCH, LENGTH, batches, cut, divided, given, prompts
+from eejax.experiments.windows import BATCH, LENGTH, batches, cut, divided, model_and_text, prompts
 
 _MODEL = flags.DEFINE_string("model", None, "A checkpoint of bytes; tinylm by default.")
 _TEXT = flags.DEFINE_string("text", None, "Its text; tinyshakespeare by default.")
@@ -62,7 +62,7 @@ def measured() -> dict:
     import eejax
     from eejax import calibration
 
-    folder, text = given(_MODEL.value, _TEXT.value)
+    folder, text = model_and_text(_MODEL.value, _TEXT.value)
     earlier, unseen = divided(text.read_bytes(), _UNSEEN.value)
     windows, judged, asked = cut(earlier, _WINDOWS.value), cut(unseen), prompts(unseen, PROMPT)
 

@@ -20,7 +20,7 @@ def divided(text: bytes, unseen: int) -> tuple[bytes, bytes]:
     return text[:-unseen], text[-unseen:]
 
 
-def given(model: str | None, text: str | None) -> tuple[pathlib.Path, pathlib.Path]:
+def model_and_text(model: str | None, text: str | None) -> tuple[pathlib.Path, pathlib.Path]:
     """A checkpoint of bytes and its text: those given, or tinylm and its own of $EEJAX_DATA."""
     if (model is None or text is None) and "EEJAX_DATA" not in os.environ:
         raise ConfigError("--model and --text: must be given where $EEJAX_DATA is not set.")

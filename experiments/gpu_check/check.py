@@ -46,7 +46,7 @@ class StageCheck:
     not_measured: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
@@ -56,7 +56,7 @@ class StageCheck:
         Returns:
           What it returned; None where it failed or was left out.
         """
-        if self.left <= 0:
+        if self.seconds_left <= 0:
             self.not_measured.append(name)
             self.write()
             return None

@@ -66,10 +66,10 @@ class RandomModelBuilder:
         from eejax.inference.engine import EarlyExitEngine
         from eejax.serving.messages import BuiltEngine
 
-        own = self.sizes
-        config = own.model.config(own.context)
+        setup = self.sizes
+        config = setup.model.config(setup.context)
         options = engine_options(config)
-        engine = EarlyExitEngine.make(weights(config), config, options, slots=own.clients)
+        engine = EarlyExitEngine.make(weights(config), config, options, slots=setup.clients)
         return BuiltEngine(engine, config, ByteTokenizer())
 
 
@@ -78,30 +78,32 @@ def sizes(check: StageCheck) -> ServeSizes:
 
 
 def run(check: StageCheck) -> None:
-    own = sizes(check)
+    setup = sizes(check)
     if why := missing_module(*NEEDED):
         check.errors["server"] = why
     else:
-        by_server(check, own)
-    check.measure("engine", lambda: alone(own))
+        by_server(check, setup)
+    check.measure("engine", lambda: alone(setup))
 
 
-def by_server(check: StageCheck, own: ServeSizes) -> None:
+def by_server(check: StageCheck, setup: ServeSizes) -> None:
     """Measure what clients of a server see."""
     with contextlib.ExitStack() as server:
-        served = serving(RandomModelBuilder(own), own.steps, START * check.left)
+        served = serving(RandomModelBuilder(setup), setup.steps, START * check.seconds_left)
         address = check.measure("address", lambda: server.enter_context(served))
         if address is not None:
             for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
-                check.measure(name, partial(asked, own, address, threshold))
+                check.measure(name, partial(asked, setup, address, threshold))
 
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the engine's loop."""
-    own = sizes(check)
-    config = own.model.config(own.context)
-    one = dict(config=config, slots=own.clients, cache=own.context, options=engine_options(config))
-    yield f"served {own.clients} slots", partial(card_programs.slots, **one)
+    setup = sizes(check)
+    config = setup.model.config(setup.context)
+    one = dict(
+        config=config, slots=setup.clients, cache=setup.context, options=engine_options(config)
+    )
+    yield f"served {setup.clients} slots", partial(card_programs.slots, **one)
 
 
 def engine_options(config):
@@ -111,7 +113,7 @@ def engine_options(config):
     return batch_options(config, None)
 
 
-def workload(own: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
+def workload(setup: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
     """Draw (prompt, tokens to generate) of each client's requests."""
     rng = np.random.default_rng(0)
 
@@ -119,12 +121,12 @@ def workload(own: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
         return int(rng.integers(pair[0], pair[1] + 1))
 
     def ask():
-        return (tuple(rng.integers(32, 127, draw(own.prompt)).tolist()), draw(own.limit))
+        return (tuple(rng.integers(32, 127, draw(setup.prompt)).tolist()), draw(setup.limit))
 
-    return [[ask() for _ in range(own.requests)] for _ in range(own.clients)]
+    return [[ask() for _ in range(setup.requests)] for _ in range(setup.clients)]
 
 
-def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
+def measure_clients(setup: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
     """Ask a server from as many clients as it has slots.
 
     At threshold 0 every other client's tokens leave by the first exit, and the others' by none.
@@ -133,7 +135,7 @@ def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
 
     from eejax.experiments.serving_runs import closed_loop, times_of
 
-    clients = workload(own)
+    clients = workload(setup)
 
     async def ask():
         limits = httpx.Limits(max_connections=None)
@@ -152,17 +154,17 @@ def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
     return dict(tokens_per_second=tokens / took, requests=len(answers), **times_of(answers))
 
 
-def alone(own: ServeSizes) -> dict[str, float]:
+def alone(setup: ServeSizes) -> dict[str, float]:
     """Put the same requests through the engine's scheduler without a server."""
     from eejax.experiments.serving_runs import through_scheduler
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
 
-    built, clients = RandomModelBuilder(own)(), workload(own)
+    built, clients = RandomModelBuilder(setup)(), workload(setup)
     policy = ExitPolicy.make(built.config, 1)
     tokens = sum(limit for client in clients for _, limit in client)
     for _ in range(2):  # the first one compiles
-        scheduler = Scheduler(built.engine, built.config, steps=own.steps)
+        scheduler = Scheduler(built.engine, built.config, steps=setup.steps)
         seconds, _ = through_scheduler(scheduler, clients, policy)
     return dict(tokens_per_second=tokens / seconds)
 

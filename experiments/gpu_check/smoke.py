@@ -32,7 +32,7 @@ BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 FARTHER = 2.0
 """Times as far from float64 as XLA's own operations are, from which on a kernel is wrong."""
 
-MOST_WORK = 2e10
+MAX_WORK = 2e10
 """Operations of the largest case that the host computes in float64."""
 
 COMPARED_FORMS = ("norm_router", "scatter", "head_confidence")
@@ -145,7 +145,7 @@ def kernels(check: StageCheck, op: str) -> dict[str, Any]:
     worst: dict[str, float] = {}
     wrong, larger, cases = [], 0, 0
     for spec in specs(op, check.small):
-        if check.left <= 0:
+        if check.seconds_left <= 0:
             check.not_measured.append(f"{op} {spec.name}")
             continue
         dtype = np.dtype(spec.shapes[0].dtype).name
@@ -175,7 +175,7 @@ def compared(spec, op: str, seed: int) -> dict[str, Any]:
         return jax.jit(partial(spec.run, implementation=which))
 
     args = spec.args(seed)
-    host = exact.work(op, args) <= MOST_WORK
+    host = exact.work(op, args) <= MAX_WORK
     exactly = spec.shapes[0].dtype == np.float32
     with jax.default_matmul_precision("highest" if exactly or not host else None):
         plain = jax.device_get(by("reference")(*args))
@@ -228,7 +228,7 @@ def memcheck(check: StageCheck) -> str:
     """
     if not on_gpu():
         return "no GPU"
-    report = sanitizer.run("memcheck", OPS, seconds=max(1.0, check.left))
+    report = sanitizer.run("memcheck", OPS, seconds=max(1.0, check.seconds_left))
     if report is None:
         return "compute-sanitizer: not installed"
     if report.status:

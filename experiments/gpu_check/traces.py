@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 COPIES = ("MemcpyD2H", "MemcpyH2D", "MemcpyD2D")
-MOST = 15
+MAX_NAMES = 15
 """Kernels whose names are reported."""
 
 
@@ -65,7 +65,7 @@ def of_events(events: list[Mapping[str, Any]]) -> dict[str, Any]:
         seconds[kind] += event.get("dur", 0.0)
         spans.append((event["ts"], event["ts"] + event.get("dur", 0.0)))
     kernels = {n: c for n, c in count.items() if n not in COPIES and not n.startswith("Memset")}
-    longest = sorted(kernels, key=lambda n: -seconds[n])[:MOST]
+    longest = sorted(kernels, key=lambda n: -seconds[n])[:MAX_NAMES]
     return dict(
         kernels=sum(kernels.values()),
         copies={k: count[k] for k in COPIES},

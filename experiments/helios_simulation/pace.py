@@ -55,7 +55,7 @@ class StepSeconds:
         )
 
     @property
-    def most(self) -> int:
+    def max_rows(self) -> int:
         """Most rows that run a segment in a step."""
         return len(self.rows[0])
 

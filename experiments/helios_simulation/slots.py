@@ -24,7 +24,7 @@ class SimulatedRequest(FleetRequest):
       part: the model that has it.
       todo: tokens that the model has yet to read before it writes.
       done: tokens that it wrote, of which `num_read` were read from calls.
-      left: [segments] tokens that have yet to go through each segment.
+      remaining: [segments] tokens that have yet to go through each segment.
       stage, since: segment that the next token is before, and the step since which it is.
       agree: tokens that agree with the whole model.
     """
@@ -34,7 +34,7 @@ class SimulatedRequest(FleetRequest):
     todo: int = 0
     done: int = 0
     num_read: int = 0
-    left: list[int] = dataclasses.field(default_factory=list)
+    remaining: list[int] = dataclasses.field(default_factory=list)
     stage: int = 0
     since: int = 0
     agree: int = 0
@@ -126,7 +126,7 @@ class SimulatedModel:
         self.flops += held * sum(self.profile.energy[new])
         for job in self.jobs:
             # Who has yet to come to the end has nothing there to go on from.
-            job.left += [job.left[-1]] * (self.target_segments - self.depth)
+            job.remaining += [job.remaining[-1]] * (self.target_segments - self.depth)
         self.depth = self.target_segments
         return held * sum(self.profile.rebuild[new])
 
@@ -138,7 +138,7 @@ class SimulatedModel:
 
     def _read_anew(self, job: SimulatedRequest) -> None:
         job.todo = int(self._trace.prompts[job.number]) + job.done
-        job.left = [0] * self.depth
+        job.remaining = [0] * self.depth
         job.stage, job.since = 0, self._clock
 
     def join(self) -> None:
@@ -195,13 +195,13 @@ class SimulatedModel:
         These are tokens that stand before it, with those that wait there, and tokens that may wait
         no longer. Those that waited longest go first.
         """
-        counts, room = [], self.pace.most
+        counts, room = [], self.pace.max_rows
         for job, exits, below in sorted(live, key=lambda row: row[0].since):
-            full = job.left[-1] >= self._cap
+            full = job.remaining[-1] >= self._cap
             stands = job.stage == s and not (full and s == 0)  # they go deeper before one begins
             # Of those that wait, some may have yet to come here.
-            behind = job.left[s - 1] if s else 0
-            count = stands + job.left[s] - behind
+            behind = job.remaining[s - 1] if s else 0
+            count = stands + job.remaining[s] - behind
             if not count or not (stands or full):
                 continue
             if counts and count > room:
@@ -209,7 +209,7 @@ class SimulatedModel:
                 continue
             counts.append(count)
             room -= count
-            job.left[s] = behind
+            job.remaining[s] = behind
             if not stands:
                 continue
             job.since = self._clock
@@ -219,7 +219,7 @@ class SimulatedModel:
             self._write(job, exits, below)
             job.stage = -1  # until the next step
             for deeper in range(s + 1, self.depth):
-                job.left[deeper] += 1
+                job.remaining[deeper] += 1
         return counts
 
     def _by(self, job: SimulatedRequest) -> int:

@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 from eejax.experiments import launch
-from eejax.experiments.windows import given
+from eejax.experiments.windows import model_and_text
 
 BYTES = 1_500_000  # of Python's standard library, which a model of its own learns
 STEPS = 600
@@ -23,7 +23,7 @@ def checkpoint(
     """
     data = os.environ.get("EEJAX_DATA")
     if model or text or (data and (pathlib.Path(data) / "models" / "tinylm").is_dir()):
-        return *given(model, text), "bytes"
+        return *model_and_text(model, text), "bytes"
     return *trained(workdir, unseen), None
 
 

@@ -338,12 +338,12 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--limits=ttft=1"], "--limits: goes with --objective"),
-        (["--nogreedy"], "--greedy: goes with --objective"),
-        (["--candidates=2"], "--candidates: goes with --objective"),
+        (["--limits=ttft=1"], "--limits: requires --objective"),
+        (["--nogreedy"], "--greedy: requires --objective"),
+        (["--candidates=2"], "--candidates: requires --objective"),
         (["--objective=goodput"], "objective = 'goodput': needs limits of ttft_p99 and accuracy"),
         (["--objective=energy", "--limits=speed=1"], "limits = 'speed': must be of throughput"),
-        (["--objective=energy", "--drafts=2"], "--drafts = 2: does not go with --objective"),
+        (["--objective=energy", "--drafts=2"], "--drafts = 2: must be left out with --objective"),
         (["--objective=energy", "--budget=much"], "--budget = 'much': must be a number of bytes"),
         (
             ["--objective=energy", "--limits=accuracy=2"],
