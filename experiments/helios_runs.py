@@ -236,7 +236,7 @@ def drive(
     return seconds, answers
 
 
-def answer_flops(members: Mapping[str, FleetMember], answer: TimedAnswer, given: int) -> float:
+def answer_flops(members: Mapping[str, FleetMember], answer: TimedAnswer, prompt_len: int) -> float:
     """Return the executed floating-point operations of layers and heads for an answer.
 
     They are those of a prompt of `prompt_len` tokens, and of a text that continues in another
@@ -248,7 +248,7 @@ def answer_flops(members: Mapping[str, FleetMember], answer: TimedAnswer, given:
     for (choice, there), end in zip(answer.placed, ends, strict=True):
         member = members[choice.model]
         layers = np.array(layer_flops(member.config))
-        total += (given + there) * layers[: choice.depth].sum()
+        total += (prompt_len + there) * layers[: choice.depth].sum()
         exits = [token.exit for token in answer.tokens[there:end]]
         # The first token comes from the pass that read the prompt.
         loaded = max([choice.depth, *(e + 1 for e in exits)])

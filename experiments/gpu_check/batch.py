@@ -1,7 +1,7 @@
-"""Continuous batching: requests that leave by exits drawn beforehand, beside ones that never leave.
+"""Continuous batching: requests that leave by drawn exits, against requests that never leave.
 
 Each request has an exit of its own, drawn from a seed, by which all of its tokens leave: gates are
-"fixed", and thresholds turn the other exits off. Text and rounding change nothing of the work.
+"fixed", and thresholds turn the other exits off. Text and rounding do not change the work.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ class BatchStageSizes:
 
     Attributes:
       model: the model.
-      context, prompt, new: tokens.
-      chunks: prompt tokens of a step, of which each is measured.
-      calls: calls that costs are fitted to.
+      context: tokens of a slot.
+      prompt: tokens of a prompt.
+      new: generated tokens.
+      chunks: prompt tokens of a step, each of which is measured.
+      calls: calls to which costs are fitted.
       repeats: timed runs.
       metered: seconds over which energy is counted.
     """
@@ -103,7 +105,7 @@ def draw_thresholds(config, slots: int, seed: int = 0) -> np.ndarray:
 
 
 def _apportioned(slots: int) -> np.ndarray:
-    """Return exits of so many requests, as near to `SHARES` as whole numbers are."""
+    """Return exits of `slots` requests, as near to `SHARES` as whole numbers are."""
     ends = np.round(np.cumsum(SHARES) * slots).astype(int)
     return np.repeat(np.arange(len(SHARES)), np.diff([0, *ends]))
 
@@ -116,7 +118,7 @@ def engine(setup: BatchStageSizes, params, slots: int, chunk: int | None = None)
 
 
 def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
-    """Return seconds of all prompts up to their first tokens, and of a token behind them."""
+    """Return seconds of all prompts up to their first tokens, and of a token after them."""
     import time
 
     begun, each = [], []
@@ -131,13 +133,13 @@ def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
 
 
 def joules_per_token(steady: SteadyBatch, seconds: float) -> float | None:
-    """Return the joules of a token behind the prompts; None where the device counts none."""
+    """Return the joules of a token after the prompts; None if the device counts none."""
     joules = mean_joules(steady.finish, steady.start, seconds)
     return None if joules is None else joules / steady.tokens[-1]
 
 
 def full(setup: BatchStageSizes, params, slots: int) -> dict[str, float]:
-    """Time the engine `full`, with as many slots."""
+    """Time the engine `full`, with the same number of slots."""
     from eejax.inference.engine import EarlyExitEngine
 
     config = setup.model.config(setup.context)

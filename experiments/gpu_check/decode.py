@@ -1,8 +1,8 @@
-"""Engines beside their oracle, and the time, bytes, launches and copies of a decoded token.
+"""Engines against their oracle, and the time, bytes, launches and copies of a decoded token.
 
-Part "engines" holds each engine to the post-hoc pass. Part "calls" times tokens with the kernels
-and without, in all forms of calls. The other parts time tokens at full depth, and forced out by
-each exit, under three settings of CUDA graphs.
+Part "engines" compares each engine with the post-hoc pass. Part "calls" times tokens with the
+kernels and without, in all forms of calls. The other parts time tokens at full depth, and forced
+out by each exit, under three settings of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class DecodeSizes:
 
     Attributes:
       model: the model, with exits after 1/4 and 1/2 of its layers.
-      compared: a smaller model, on which engines are held to their oracle.
-      context, prompt, new: tokens.
+      compared: a smaller model, on which engines are compared with their oracle.
+      context: tokens of a slot.
+      prompt: tokens of a prompt.
+      new: generated tokens.
       batches: requests at once.
-      width: a factor of random weights: texts of larger ones vary, and are seldom nearly tied.
+      width: factor of random weights: with larger weights texts vary, and are seldom nearly tied.
     """
 
     model: card_programs.ModelSize = card_programs.BILLION
@@ -139,7 +141,8 @@ def exactness(dtype: str) -> str:
 def token_options(setup: DecodeSizes, engine: str):
     """Return the options of an engine that is timed.
 
-    Nobody goes deeper, as the cap lies above the tokens. Caches of all engines have one length.
+    No token is forced deeper, as the cap lies above the tokens. Caches of all engines have one
+    length.
     """
     from eejax.inference import EngineOptions
 
@@ -147,7 +150,7 @@ def token_options(setup: DecodeSizes, engine: str):
 
 
 def compared_options() -> dict[str, Any]:
-    """Return the options of the oracle and of the engines that are held to it, by name."""
+    """Return the options of the oracle and of the engines that are compared with it, by name."""
     from eejax.inference import EngineOptions
 
     return {
@@ -158,7 +161,7 @@ def compared_options() -> dict[str, Any]:
 
 
 def compared_batch_options():
-    """Return the options of the engine `batched` that is held to the oracle."""
+    """Return the options of the engine `batched` that is compared with the oracle."""
     from eejax.inference.options import EngineOptions
 
     return EngineOptions(cap=4)
@@ -194,7 +197,7 @@ def cache_length(prompt: int, new: int, options) -> int:
 
 
 def positions_read(prompt: int, new: int) -> float:
-    """Return the positions, on average, that attention reads in `new` steps behind a prompt."""
+    """Return the mean positions that attention reads in `new` steps after a prompt."""
     return prompt + (new + 1) / 2
 
 
@@ -235,7 +238,7 @@ def engines(setup: DecodeSizes, dtype: str) -> dict[str, Any]:
         made = {n: Generator.make(params, config, o) for n, o in compared_options().items()}
         oracle = made["posthoc"]
         seen = oracle.generate(texts, setup.new, threshold=0.0, gate="max_probability")
-        # By such a threshold half of the tokens of the first exit leave there.
+        # With this threshold half of the tokens leave by the first exit.
         threshold = float(np.median(seen.confidences))
         right = oracle.generate(texts, setup.new, threshold=threshold)
         whole = oracle.generate(texts, setup.new)
@@ -283,7 +286,7 @@ def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarr
 def differences(oracle, tokens: np.ndarray, exits: np.ndarray | None, tie: float) -> dict[str, Any]:
     """Count the texts that differ from an oracle's, and those for which rounding accounts.
 
-    A text is compared up to its first difference: what follows has another beginning.
+    A text is compared up to its first difference: the rest has another beginning.
     """
     unlike = oracle.tokens != tokens
     if exits is not None:
@@ -402,7 +405,7 @@ def token(
 
 
 def exit_gain(speedup: float, by_bytes: float, by_layers: float) -> dict[str, float]:
-    """Compare the speed-up of a step that leaves early with the bytes and layers that it spares.
+    """Compare the speed-up of a step that leaves early with the bytes and layers that it saves.
 
     Args:
       speedup: time of a step at full depth, over that of the step.
@@ -420,8 +423,7 @@ def exit_gain(speedup: float, by_bytes: float, by_layers: float) -> dict[str, fl
 def bytes_read(setup, config, depth: int, batch: int, positions: float) -> float:
     """Return the bytes that a step reads once: layers and caches up to a depth, and the head.
 
-    Args:
-      positions: those of each cache that are read.
+    `positions` is the number of positions of each cache that are read.
     """
     from eejax.common.trees import nbytes
 

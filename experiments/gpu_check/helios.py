@@ -1,4 +1,4 @@
-"""Two random models under a controller, beside each of them alone: tokens a second and joules."""
+"""Two random models under a controller, against each of them alone: tokens a second and joules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class HeliosSizes:
     """Models and requests of the stage.
 
     Attributes:
-      small, large: the models.
-      context, new: tokens of a request, and of an answer.
-      requests: prompts.
+      small: the smaller model.
+      large: the larger model.
+      context: tokens of a request.
+      new: tokens of an answer.
+      requests: number of prompts.
       slots: requests of the larger model that the budget holds.
-      most: most slots of a model.
+      max_slots: maximum slots of a model.
     """
 
     small: card_programs.ModelSize
@@ -100,7 +102,7 @@ def members(setup: HeliosSizes) -> dict[str, Any]:
 
 
 def slot_counts(setup: HeliosSizes, described: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return the budget, and by model how many requests it holds at each depth.
+    """Return the budget, and the number of requests that each model holds at each depth.
 
     They follow from shapes alone, whatever memory the card has.
     """
@@ -159,7 +161,7 @@ class Models:
         )
 
     def threshold(self, name: str, texts: list) -> float:
-        """Return one by which a share `EARLY` of tokens leaves by a model's first exit."""
+        """Return a threshold by which a share `EARLY` of tokens leaves by a model's first exit."""
         from eejax.experiments.helios_runs import StaticModel, drive
 
         given = dict(slots=self.slots[name], context=self.setup.context)
@@ -178,7 +180,7 @@ class Models:
         return self._driven(StaticModel(name, member, depth, threshold, **given))
 
     def controlled(self, objective: str) -> dict[str, Any]:
-        """Serve all prompts by what the controller chooses for an objective."""
+        """Serve all prompts by the controller's choices for an objective."""
         from eejax.experiments.helios_runs import ControlledFleet, Stopwatch
         from eejax.helios.choices import ControllerOptions
         from eejax.helios.controller import Controller

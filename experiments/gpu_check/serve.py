@@ -1,6 +1,6 @@
-"""A server of a random model in this machine, beside the same engine without a server.
+"""A server of a random model on this machine, against the same engine without a server.
 
-The engine's process alone holds the device: this one has the server and its clients.
+Only the engine's process holds the device: this one has the server and its clients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eejax.experiments.gpu_check.check import StageCheck, missing_module
 HOLDS_DEVICE = False
 NEEDED = ("fastapi", "uvicorn", "httpx", "prometheus_client")
 START = 0.8
-"""Most of the time that is left for an engine to be compiled."""
+"""Maximum share of the remaining time in which an engine may compile."""
 
 BYTES = 257
 """Vocabulary of the tokenizer of bytes."""
@@ -34,11 +34,12 @@ class ServeSizes:
 
     Attributes:
       model: the model.
-      context: most tokens of a request.
-      clients: how many ask at once; there are as many slots.
-      requests: of each client.
-      prompt, limit: tokens of prompts and answers, from and to.
-      steps: of the engine between two looks at what came.
+      context: maximum tokens of a request.
+      clients: number of concurrent clients, and of slots.
+      requests: requests of each client.
+      prompt: tokens of prompts, from and to.
+      limit: tokens of answers, from and to.
+      steps: engine steps between two reads of new requests.
     """
 
     model: card_programs.ModelSize = dataclasses.replace(card_programs.MEDIUM, vocabulary=BYTES)
@@ -56,7 +57,7 @@ SMALL = ServeSizes(TINY, 64, 2, 1, (4, 16), (4, 8))
 
 @dataclasses.dataclass(frozen=True)
 class RandomModelBuilder:
-    """Build the engine of a model with random weights, in whatever process it is called."""
+    """Builder of the engine of a model with random weights, in the process that calls it."""
 
     sizes: ServeSizes
 
@@ -87,13 +88,13 @@ def run(check: StageCheck) -> None:
 
 
 def by_server(check: StageCheck, setup: ServeSizes) -> None:
-    """Measure what clients of a server see."""
+    """Measure the speed and latency that clients of a server see."""
     with contextlib.ExitStack() as server:
         served = serving(RandomModelBuilder(setup), setup.steps, START * check.seconds_left)
         address = check.measure("address", lambda: server.enter_context(served))
         if address is not None:
             for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
-                check.measure(name, partial(asked, setup, address, threshold))
+                check.measure(name, partial(measure_clients, setup, address, threshold))
 
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
@@ -127,7 +128,7 @@ def workload(setup: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
 
 
 def measure_clients(setup: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
-    """Ask a server from as many clients as it has slots.
+    """Measure a server with as many clients as it has slots.
 
     At threshold 0 every other client's tokens leave by the first exit, and the others' by none.
     """
@@ -155,7 +156,7 @@ def measure_clients(setup: ServeSizes, address: str, threshold: float) -> dict[s
 
 
 def alone(setup: ServeSizes) -> dict[str, float]:
-    """Put the same requests through the engine's scheduler without a server."""
+    """Run the same requests through the engine's scheduler without a server."""
     from eejax.experiments.serving_runs import through_scheduler
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
@@ -174,7 +175,7 @@ def serving(build: RandomModelBuilder, steps: int, wait: float) -> Iterator[str]
     """Serve a model as "m" in a thread, its engine in a process of its own; yield the address.
 
     Raises:
-      RuntimeError: where it does not come up within `wait` seconds.
+      RuntimeError: if it does not start within `wait` seconds.
     """
     import uvicorn
 

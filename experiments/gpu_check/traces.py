@@ -16,7 +16,7 @@ MAX_NAMES = 15
 
 
 def of_run(folder: pathlib.Path, run: Callable[[], Any]) -> dict[str, Any]:
-    """Trace a run into a folder, and return what the trace holds, as `of_events` does."""
+    """Trace a run into a folder, and return the trace's figures, as `of_events` does."""
     import jax
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -35,11 +35,11 @@ def read(path: pathlib.Path) -> list[Mapping[str, Any]]:
 
 
 def of_events(events: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Count what ran on the streams of GPUs.
+    """Count the work on the streams of GPUs.
 
     Returns:
-      kernels: how many; copies: by their kind; busy_ms: milliseconds in which a stream was at
-      work; host_waits: times that the host waited for the device; names: the kernels that took
+      kernels: their number; copies: by their kind; busy_ms: milliseconds in which a stream worked;
+      host_waits: number of times that the host waited for the device; names: the kernels that took
       longest, each with its number and milliseconds; threads: of all events, by thread.
     """
     process, thread = {}, {}

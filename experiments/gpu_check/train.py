@@ -1,7 +1,7 @@
-"""Training steps with up to three exits, and PyTorch's beside them: time, use of the card, memory.
+"""Training steps with up to three exits, against PyTorch's: time, use of the card, memory.
 
-Each size is a process of its own, as JAX counts the most memory of a process. Exits come in
-ascending order, so that the most so far is that of the last step.
+Each size is a process of its own, as JAX counts the peak memory of a process. Exits come in
+ascending order, so that the peak so far is that of the last step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,15 @@ from eejax.experiments.gpu_check.check import StageCheck, on_gpu, product_rate
 
 @dataclasses.dataclass(frozen=True)
 class TrainSizes:
-    """Models by their names, a batch and its length, timed steps, and most exits."""
+    """Models, batch and steps of the stage.
+
+    Attributes:
+      models: models by their names.
+      batch: sequences of a batch.
+      length: tokens of a sequence.
+      repeats: timed steps.
+      max_exits: maximum number of exits.
+    """
 
     models: dict[str, card_programs.ModelSize]
     batch: int = 8
@@ -63,7 +71,7 @@ def run(check: StageCheck) -> None:
 
 
 def torch_device(check: StageCheck) -> str:
-    """PyTorch's device: that of JAX, or the CPU in a trial without a GPU."""
+    """Return PyTorch's device: that of JAX, or the CPU in a trial without a GPU."""
     return "cpu" if torch_peer.unavailable() and check.small else "cuda"
 
 
@@ -78,7 +86,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 
 def configured(size: card_programs.ModelSize, length: int, exits: int):
-    """Configure a model with so many exits, evenly spread."""
+    """Return a model's configuration with `exits` exits, evenly spread."""
     return size.config(length, tuple(size.layers * (i + 1) // 4 for i in range(exits)))
 
 

@@ -16,10 +16,10 @@ STEPS = 600
 def checkpoint(
     model: str | None, text: str | None, workdir: pathlib.Path, unseen: int
 ) -> tuple[pathlib.Path, pathlib.Path, str | None]:
-    """A checkpoint whose tokens are bytes, its text, and the tokenizer that it has to be given.
+    """Return a checkpoint whose tokens are bytes, its text, and the tokenizer to load it with.
 
-    That of the flags, or tinylm of $EEJAX_DATA, or else one that is trained in `workdir` on the
-    standard library but for its last `unseen` bytes.
+    It is that of the flags, or tinylm of $EEJAX_DATA, or one that is trained in `workdir` on the
+    standard library except its last `unseen` bytes.
     """
     data = os.environ.get("EEJAX_DATA")
     if model or text or (data and (pathlib.Path(data) / "models" / "tinylm").is_dir()):
@@ -28,7 +28,7 @@ def checkpoint(
 
 
 def trained(workdir: pathlib.Path, unseen: int) -> tuple[pathlib.Path, pathlib.Path]:
-    """The run of a plain model of bytes, and its text; continues a run that was stopped."""
+    """Return the run of a plain model of bytes, and its text; a stopped run is resumed."""
     from eejax.configs import quickstart
     from eejax.data import PythonStdlib
     from eejax.train.config import Experiment
