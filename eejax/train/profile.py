@@ -17,7 +17,7 @@ FOLDER = "profile"
 
 
 class Profiler:
-    """Traces the steps begin, ..., begin + steps - 1 into `folder`.
+    """Tracer of the steps begin, ..., begin + steps - 1 into `folder`.
 
         with Profiler(workdir / FOLDER, begin=10, steps=5) as profiler:
             for step in ...:
@@ -25,12 +25,11 @@ class Profiler:
                 state, metrics = train_step(state, next(batches))
                 profiler.after(step, metrics)
 
-    The device is waited for at both ends of the window, so that the work of these steps is in the
-    trace and that of no other; whatever else the process does in between (an evaluation) is in it
-    too. A run that resumes inside the window traces what is left of it, one that resumes behind
-    it nothing. Leaving the `with` closes a window that is open, however it is left. A process's
-    first step compiles: a window that begins later shows steps as they usually are. With
-    steps = 0 nothing is done.
+    The host waits for the device at both ends of the window, so that the trace has the work of
+    exactly these steps; anything else that the process does in between (an evaluation) is in it
+    too. A run that resumes inside the window traces the rest of it, one that resumes after it
+    nothing. Leaving the `with` closes an open window, however it is left. A process's first step
+    compiles: a window that begins later shows typical steps. With steps = 0 nothing is done.
 
     Raises:
       ConfigError: no such window.
