@@ -2,7 +2,7 @@
 
 import sys
 
-if sys.argv[0] == "-m":  # Python looks for the launcher: this process is one
+if sys.argv[0] == "-m":  # Python is still looking for the launcher that this process runs
     from eejax.experiments import interrupts
 
     interrupts.install()

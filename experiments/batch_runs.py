@@ -1,4 +1,4 @@
-"""Batches to be timed and simulated: full ones, and requests that come through a scheduler."""
+"""Batches to time and simulate: full ones, and requests that come through a scheduler."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import numpy as np
 
 
 class SteadyBatch:
-    """A batch whose slots are all taken: `start` takes the prompts up to their first tokens,
-    `finish` decodes until `quota` tokens more have come.
+    """Batch whose slots are all in use.
 
-    tokens: what each `finish` brought; works: of `batched`, what each ran.
+    `start` runs the prompts up to their first tokens, `finish` decodes until `quota` more tokens
+    were emitted.
+
+    Attributes:
+      tokens: number of tokens that each `finish` emitted.
+      works: of `batched`, the work of each `finish`.
     """
 
     def __init__(self, engine, prompts, quota: int, threshold=1.0, drafts: int = 0, gate=None):
@@ -38,7 +42,7 @@ class SteadyBatch:
 
         rows, _ = self.engine.prefill(self.prompts, self._request())
         self.state = self.engine.insert(self.engine.start(), rows, range(len(self.prompts)))
-        # Who has its prompt done waits for the others at a step a token.
+        # A request whose prompt is done waits for the others, at one token a step.
         self._pause(True)
         while hasattr(self.state, "progress") and np.asarray(self.state.progress.in_prefill).any():
             self._call(1)
@@ -69,7 +73,7 @@ class SteadyBatch:
         self.tokens.append(came)
 
     def tell(self) -> None:
-        """After a `finish`: what was run."""
+        """Collect the work after a `finish`."""
         if self.before is not None:
             from eejax.inference.batch_costs import work_between
 
@@ -78,8 +82,13 @@ class SteadyBatch:
 
 @dataclasses.dataclass
 class ServedBatch:
-    """Requests through a scheduler's queue. seconds: of all of them; tokens: theirs; gaps: seconds
-    between a request's tokens, as they are told; first: from the start to a request's first token.
+    """Result of requests through a scheduler's queue.
+
+    Attributes:
+      seconds: time of all requests.
+      tokens: their tokens.
+      gaps: seconds between a request's tokens, as they are reported.
+      first: seconds from the start to a request's first token.
     """
 
     seconds: float
@@ -89,7 +98,7 @@ class ServedBatch:
 
 
 def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, **kwargs):
-    """All requests at once, through as many slots as the engine has; kwargs: `Scheduler`'s."""
+    """Run all requests at once, through all slots of the engine; kwargs are `Scheduler`'s."""
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
@@ -128,12 +137,21 @@ def roofline(
     start: float,
     size: int = 2,
 ):
-    """`StepCosts` of a decoder of width d on a device: whichever takes longer, bytes or products.
+    """Return `StepCosts` of a decoder on a device, by the slower of bytes and products.
 
-    layers: of each segment; sizes: rows of all slots in place, then of each bucket; bandwidth in
-    bytes, flops in products a second, as far as they are reached; start: seconds to start a layer's
-    kernels; size: bytes of a number. Attention reads the keys and values of half a context, those
-    of a slot once for a span, or in place for all slots.
+    Attention reads the keys and values of half a context: those of a slot once for a span, or in
+    place for all slots.
+
+    Args:
+      layers: number of layers of each segment.
+      d: width of the decoder.
+      vocab: size of the vocabulary.
+      context: tokens of a context.
+      sizes: rows of all slots in place, then of each bucket.
+      bandwidth: bytes a second, as far as they are reached.
+      flops: products a second, as far as they are reached.
+      start: seconds to start a layer's kernels.
+      size: bytes of a number.
     """
     from eejax.inference.batch_simulator import StepCosts
 

@@ -1,4 +1,4 @@
-"""Continuous batching: `batched`, in which every request exits by itself, beside batches of `full`.
+"""Continuous batching: `batched`, in which every request exits by itself, against `full`.
 
     eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
     eejax bench batched --workdir=runs/wide --json
@@ -6,20 +6,21 @@
 Prompts of held-out text, greedy, float32, in interleaved pairs after warm-up; ratios are medians
 over pairs with 95 % bootstrap intervals. All engines read the same arrays of layers.
 
-For every batch size, with all slots taken: `no_exit_overhead` of `batched` over `full` where no
-exit may fire; `exits`: where they may, at the fastest threshold of at least 97 % agreement with the
-full model (teacher-forced, on the held-out text it is chosen on), without drafts and with;
-`speculative`: with drafts and no exit, whose tokens are the full model's; `curve`: over thresholds.
-Each with the plan that the simulator found best for it. `auto_ratio`: three requests a slot through
-the scheduler's queue, of unlike lengths, with exits turned off where they do not pay, over `full`
-through the same queue, beside `batched` with exits and without (what its prompts in chunks are
-worth); and seconds between tokens there. `simulator_error`: simulated over measured
-seconds of a token, less 1, the median of all that was timed. `ideal`: the best simulated plan where
-the step itself costs nothing and no row is padding. `time`: where it goes, by the fitted costs.
+For every batch size, with all slots in use: `no_exit_overhead` is the time of `batched` over `full`
+where no exit may fire. `exits` is the gain with exits, at the fastest threshold of at least 97 %
+agreement with the full model (teacher-forced, on the held-out text it is chosen on), without drafts
+and with them. `speculative` has drafts and no exits, so its tokens are the full model's. `curve`
+goes over thresholds. Each uses the plan that the simulator found best for it. `auto_ratio` runs
+three requests a slot, of different lengths, through the scheduler's queue, with exits turned off
+where they do not pay, over `full` through the same queue; beside it are `batched` with exits and
+without (which shows the value of prompts in chunks), and the seconds between tokens.
+`simulator_error` is simulated over measured seconds of a token, less 1, the median of all timed
+runs. `ideal` is the best simulated plan if the step itself cost nothing and no row were padding.
+`time` divides the time by the fitted costs.
 
-`gpu_simulated`: no measurement. The same traces through the simulator with the times of a decoder
-of 1.2 billion parameters by bytes and products, at 80 % of an A100's bandwidth and half its bf16
-rate: what batches of it would gain over batches without exits.
+`gpu_simulated` is no measurement: the same traces run through the simulator with the times of a
+decoder of 1.2 billion parameters by bytes and products, at 80 % of an A100's bandwidth and half its
+bf16 rate. It shows the gain of batches over batches without exits there.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from eejax.experiments.decode_times import with_layers_of
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
-_BATCHES = flags.DEFINE_multi_integer("batch", [8, 32], "Slots, several times for several sizes.")
+_BATCHES = flags.DEFINE_multi_integer("batch", [8, 32], "Slots; repeat the flag for several sizes.")
 _PAIRS = flags.DEFINE_integer("pairs", 8, "Pairs of runs to time.", lower_bound=2)
 _QUEUES = flags.DEFINE_integer("queues", 4, "Pairs of queues to time.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("tokens", 150_000, "Held-out tokens to score.", lower_bound=1)
-_NEW = flags.DEFINE_integer("new", 96, "Tokens a request of a timed run has.", lower_bound=8)
-_DRAFTS = flags.DEFINE_integer("drafts", 6, "Most tokens drafted.", lower_bound=0)
+_NEW = flags.DEFINE_integer("new", 96, "Tokens of a request in a timed run.", lower_bound=8)
+_DRAFTS = flags.DEFINE_integer("drafts", 6, "Maximum drafted tokens.", lower_bound=0)
 _CALLS = flags.DEFINE_integer("calls", 240, "Calls to fit costs to.", lower_bound=40)
 flags.mark_flags_as_required(["workdir"])
 
-PROMPT, SEEN = 64, 180  # tokens of a prompt; of a text that plans are made for
+PROMPT, PLANNED = 64, 180  # tokens of a prompt; tokens of a text for which plans are made
 TARGET = 0.97
 THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
 CURVE = (0.3, 0.5, 0.7, 0.9)
@@ -82,8 +83,8 @@ def main() -> None:
     for slots in _BATCHES.value:
         one = of_batch(model, slots, chosen.threshold, agreement, prompts)
         result[f"batch_{slots}"] = one
-        launch.say(json.dumps({f"batch_{slots}": one}))  # what comes later may fail
-        jax.clear_caches()  # of programs that map much memory
+        launch.say(json.dumps({f"batch_{slots}": one}))  # in case a later part fails
+        jax.clear_caches()  # programs map much memory
     each = [result[f"batch_{slots}"] for slots in _BATCHES.value]
     result["no_exit_overhead"] = max(r["no_exit_overhead"] for r in each)
     result["auto_ratio"] = min(r["auto"]["ratio"] for r in each)
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def make_engines(model, slots: int):
-    """(`full`, `batched`) of so many slots, reading the same arrays of layers."""
+    """Build (`full`, `batched`) with this number of slots, reading the same arrays of layers."""
     from eejax.inference.engine import EarlyExitEngine
     from eejax.inference.options import EngineOptions
 
@@ -120,7 +121,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     launch.say("planning ...")
     spoken = {}
     for t in sorted({threshold, *CURVE, 1.0}):
-        spoken[t] = batch_costs.trace_requests(batched, texts, SEEN, threshold=t)
+        spoken[t] = batch_costs.trace_requests(batched, texts, PLANNED, threshold=t)
         for name, most in ((f"{t}", sizes.drafts), (f"{t} undrafted", 0)):
             if most == 0 and t != threshold:
                 continue
@@ -168,7 +169,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
     }
 
     def steady(found):
-        """Seconds of a token once all prompts are done, as a `SteadyBatch` run has it."""
+        """Return the seconds of a token once all prompts are done, as in a `SteadyBatch` run."""
         begin = max(times[0] for times in found.emitted)
         came = np.sort([t for times in found.emitted for t in times if t > begin])
         return (came[min(quota, len(came)) - 1] - begin) / min(quota, len(came))
@@ -208,7 +209,7 @@ def of_batch(model, slots: int, threshold: float, agreement: dict, prompts) -> d
 
 
 def queues(model, slots: int, full, setting, prompts) -> dict:
-    """Requests of unlike lengths through the scheduler."""
+    """Time requests of different lengths through the scheduler."""
     from eejax.analysis import median_ratio
     from eejax.inference.payoff import Payoff
 
@@ -238,7 +239,7 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
             "ratio": ratio.median,
             "interval": [ratio.low, ratio.high],
         }
-    # Latency as a client sees it: the host looks after every step.
+    # Latency as a client sees it: the host reads tokens after every step.
     for name, (e, t, d) in (("full", (full, 1.0, 0)), ("exits", setting)):
         one = serve(e, texts, limits, t, d, steps=1)
         low, high = np.quantile(one.gaps, (0.5, 0.99))
@@ -252,14 +253,14 @@ def queues(model, slots: int, full, setting, prompts) -> dict:
 
 
 def on_gpu(model, threshold: float, prompts) -> dict:
-    """Simulated: how many times as many tokens as without exits, by batch size."""
+    """Simulate the gain in tokens over a model without exits, by batch size."""
     from eejax.inference import batch_costs
     from eejax.inference.batch_simulator import EngineSizes, RequestTrace, best_plan, simulate
     from eejax.inference.options import EngineOptions
 
     _, engine = make_engines(model, max(_BATCHES.value))
     texts = prompts(engine.slots)
-    spoken = batch_costs.trace_requests(engine, texts, SEEN, threshold=threshold)
+    spoken = batch_costs.trace_requests(engine, texts, PLANNED, threshold=threshold)
     shares = np.diff([0, *model.config.exit_boundaries]) * 24 // model.config.n_layers
     result = {}
     for slots in GPU_BATCHES:

@@ -2,22 +2,22 @@
 
     eejax bench capacity --json
 
-`batch_ratio`: the geometric mean of `ratio` over models and contexts: requests beside the layers up
-to an exit over requests beside the whole model, in --budget bytes. The models are those of HELIOS
-(Kumar et al., arXiv 2504.10724), which reports 3.7 times as many on average (abstract); at which
-contexts, it does not say. Weights, keys and values are of --dtype. A request has room for its whole
-context. Where few requests fit beside the whole model the ratio is large, and says little: with
---budget=30e9 Llama-2-13B has 2 requests of 2048 tokens and its part 30, 15 times as many. `whole`
-and `part` are the requests themselves.
+`batch_ratio` is the geometric mean of `ratio` over models and contexts: requests beside the layers
+up to an exit over requests beside the whole model, in --budget bytes. The models are those of
+HELIOS (Kumar et al., arXiv 2504.10724), which reports 3.7 times as many on average (abstract) and
+does not give the contexts. Weights, keys and values are of --dtype. A request has room for its
+whole context. Where few requests fit beside the whole model the ratio is large and says little:
+with --budget=30e9 Llama-2-13B has 2 requests of 2048 tokens and its part 30, 15 times as many.
+`whole` and `part` are the numbers of requests.
 
-By shapes alone (eejax.inference.capacity), so without the models or the card. A card of "40 GB" has
-40 GiB, 42.9e9 bytes; of these the default of 40e9 leaves some 7 % for CUDA and for what a step
-takes while it runs, which is not counted. With --can_deepen, as a fleet of models has it, the part
+The counts come from shapes alone (eejax.inference.capacity), without the models or the card. A card
+of "40 GB" has 40 GiB, 42.9e9 bytes; the default of 40e9 leaves some 7 % of them for CUDA and for a
+step's temporary memory, which is not counted. With --can_deepen, as in a fleet of models, the part
 also keeps the states behind its last layer, from which more layers fill in their keys and values.
 
-`check`: a model of Llama-2-13B's proportions, small, in a budget as much smaller, is built with the
-slots that are said to fit, and serves; then with one more. `held`: bytes of its weights and state;
-`live`: the most there were of all arrays at once, requests and records under way included; `error`:
+`check` builds a small model of Llama-2-13B's proportions, in a proportional budget, with the slots
+that should fit, and serves; then with one more slot. `held` is the bytes of its weights and state;
+`live` the maximum bytes of all arrays at once, including running requests and records; `error` the
 predicted bytes over those held, less 1.
 """
 
@@ -42,11 +42,11 @@ _CONTEXTS = flags.DEFINE_list("contexts", ["512", "1024", "2048"], "Tokens of a 
 _CAN_DEEPEN = flags.DEFINE_bool(
     "can_deepen", True, "Whether layers may be added while requests run."
 )
-_CHECK = flags.DEFINE_bool("check", True, "Build a small model at its budget, too.")
+_CHECK = flags.DEFINE_bool("check", True, "Also build a small model at its budget.")
 
-# A fifth of the layers of Llama-2-13B and a fortieth of its width, up to as large a part of them.
+# A fifth of the layers of Llama-2-13B and a fortieth of its width, with the same share as a part.
 SMALL = (3, dict(n_layers=8, d_model=128, n_heads=4, d_ff=344, vocab_size=800, context_length=128))
-SHARE = 0.65  # of the budget, that the whole of Llama-2-13B takes
+SHARE = 0.65  # share of the budget that the whole of Llama-2-13B takes
 PROMPT, NEW = 12, 6  # tokens
 
 
@@ -54,10 +54,10 @@ def main() -> None:
     from eejax.analysis import table
 
     contexts = launch.numbers("contexts", _CONTEXTS.value, int)
-    told = "must be numbers of tokens from 1 on, one at least"
+    told = "must be at least one number of tokens, each at least 1"
     require(min(contexts, default=0) >= 1, "--contexts", ",".join(_CONTEXTS.value), told)
-    told = "must be a number of bytes from 1 on that is finite"
-    require(1 <= _BUDGET.value < math.inf, "--budget", _BUDGET.value, told)  # not so of NaN
+    told = "must be a finite number of bytes, at least 1"
+    require(1 <= _BUDGET.value < math.inf, "--budget", _BUDGET.value, told)  # false for NaN
 
     def own(config):
         return config.replace(dtype=_DTYPE.value)
@@ -160,8 +160,11 @@ def check(config, layer: int, context: int, can_deepen: bool) -> dict:
 
 
 def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> dict:
-    """Bytes held, and of all arrays made here; requests answered, `rounds` for each slot, and how
-    many of them ran at once."""
+    """Serve `rounds` requests for each slot of a model.
+
+    Returns the bytes held, the bytes of all arrays made here, the number of answered requests, and
+    how many of them ran at once.
+    """
     import jax
 
     from eejax.common.trees import nbytes
@@ -171,7 +174,7 @@ def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> d
     from eejax.inference.scheduler import Scheduler
 
     gc.collect()
-    others = jax.live_arrays()  # kept, so that none of ours gets the number of one
+    others = jax.live_arrays()  # kept, so that no new array gets the id of one of these
     known = {id(a) for a in others}
 
     def live():

@@ -1,17 +1,17 @@
-"""Decoding speed beside transformers, and what an early exit saves against the bytes it spares.
+"""Decoding speed beside transformers, and the gain of an early exit against the bytes it saves.
 
     eejax bench decode --json
 
-needs the peers of `make bench-env`. GPT-2-small's shape with random weights, float32, batch 1,
-greedy. Both libraries hold the same weights (checked: they generate the same tokens) and use the
-same cores, or the same GPU where JAX is on one (`peer_device`; nothing is multiplied in TF32); runs
-alternate in one process.
+It needs the peers of `make bench-env`. The model has GPT-2-small's shape with random weights,
+float32, batch 1, greedy. Both libraries hold the same weights (checked: they generate the same
+tokens) and use the same cores, or the same GPU where JAX is on one (`peer_device`; no product is in
+TF32); runs alternate in one process.
 
 Reported: `decode_vs_transformers`, tokens/s of the engine "full" over transformers' `generate`,
 whole calls, prompt included; `exit_efficiency`, the smaller over exits at 1/4 and 1/2 depth of
-(time of a full-depth token / time of a token forced out there, nobody going deeper) divided by
-(bytes of weights and cache the one reads / the other). Every ratio is the median over pairs,
-with a 95 % bootstrap interval.
+(time of a full-depth token / time of a token forced out there, where no token goes deeper) divided
+by (bytes of weights and cache that the one reads / the other). Every ratio is the median over
+pairs, with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 _PAIRS = flags.DEFINE_integer("pairs", 15, "Pairs of runs to time.", lower_bound=2)
 _PROMPT = flags.DEFINE_integer("prompt", 64, "Tokens of the prompt.", lower_bound=1)
 _NEW = flags.DEFINE_integer("new", 64, "Tokens to generate.", lower_bound=2)
-_THREADS = flags.DEFINE_integer("threads", None, "Cores for both; by default all there are.")
+_THREADS = flags.DEFINE_integer("threads", None, "Cores for both; by default all.")
 _PEER = flags.DEFINE_bool("peer", True, "Measure transformers too.")
 
 DEPTHS = (3, 6)  # exits at 1/4 and 1/2 of 12 layers
@@ -53,7 +53,10 @@ def main() -> None:
 
 
 def build():
-    """GPT-2-small with exits at 1/4 and 1/2 depth that read the tied head, random weights."""
+    """Return GPT-2-small with exits at 1/4 and 1/2 depth that read the tied head.
+
+    The weights are random.
+    """
     import jax.numpy as jnp
 
     from eejax.models import params
@@ -84,11 +87,11 @@ def build():
 
 
 def exits(config, params, prompt) -> dict:
-    """Time per token at full depth and forced out early, beside the bytes each reads."""
+    """Time a token at full depth and forced out early, beside the bytes that each reads."""
     from eejax.analysis import interleave, median_ratio
     from eejax.inference import EngineOptions, Generator
 
-    # A cap above the tokens generated: nobody is ever forced deeper. The same for "full", so
+    # A cap above the tokens generated never forces a token deeper. "full" has the same cap, so
     # that all caches have one length.
     room = dict(cap=_NEW.value + 8, buckets=(1,))
     generators = [Generator.make(params, config, EngineOptions("full", **room))]
@@ -98,7 +101,7 @@ def exits(config, params, prompt) -> dict:
     started = {}
 
     def start(i):
-        """Everything up to the first token; what follows is one compiled call."""
+        """Run everything up to the first token; the rest is one compiled call."""
         started[i] = generators[i].stream(
             [prompt], _NEW.value + 1, threshold=thresholds[i], chunk=_NEW.value
         )
@@ -134,7 +137,7 @@ def exits(config, params, prompt) -> dict:
 
 
 def positions_read(prompt: int, cap: int) -> float:
-    """Positions of the caches that a step reads.
+    """Return the positions of the caches that a step reads.
 
     They are all that a generation allocates, or, by a GPU's kernel, those that are filled, on
     average.
@@ -148,7 +151,7 @@ def positions_read(prompt: int, cap: int) -> float:
 
 
 def bytes_per_token(params, config, depth: int, length: float) -> float:
-    """Bytes of weights and caches a token that leaves after `depth` layers reads."""
+    """Return the bytes of weights and caches that a token reads up to `depth` layers."""
     from eejax.common.trees import nbytes, slice_layers
 
     cache = 2 * depth * length * config.n_kv_heads * config.head_dim * 4
@@ -159,7 +162,7 @@ def bytes_per_token(params, config, depth: int, length: float) -> float:
 
 
 def against_transformers(config, params, prompt, threads: int, device: str) -> dict:
-    """Whole calls of the engine "full" and of transformers' `generate`."""
+    """Time whole calls of the engine "full" and of transformers' `generate`."""
     import torch
 
     from eejax.analysis import interleave, median_ratio
@@ -206,7 +209,7 @@ def against_transformers(config, params, prompt, threads: int, device: str) -> d
 
 
 def peer(params):
-    """transformers' GPT-2 with our weights."""
+    """Return transformers' GPT-2 with our weights."""
     import torch
     import transformers
     from transformers import GPT2Config, GPT2LMHeadModel

@@ -1,25 +1,24 @@
-"""Engines of one device on a trained model: speed, agreement, and whether skipping explains it.
+"""Engines of one device on a trained model: speed, agreement, and the cost of each part.
 
     eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
     eejax bench engines --workdir=runs/wide --json
 
-On prompts of held-out text, greedy, batch 1, float32, engines in interleaved pairs with `full`
-after warm-up; every ratio is a median over pairs, with a 95 % bootstrap interval. All engines read
-the same arrays of layers.
+Prompts of held-out text, greedy, batch 1, float32, engines in interleaved pairs with `full` after
+warm-up; every ratio is a median over pairs, with a 95 % bootstrap interval. All engines read the
+same arrays of layers.
 
 `recompute_speedup`: over `full`, at the fastest threshold with at least 97 % agreement with the
 full model's most likely token (teacher-forced, on the held-out text that it is chosen on), and at
-99 %. `own_output`: of what it then writes, the share of tokens that are the full model's choice
-after the same text, that text's perplexity under the full model, and distinct n-grams, beside those
-of `full`'s own text.
-`propagate`: at that threshold too, with the state of a token's exit for what lies above.
-`speculative_speedup`: over `full`, with the number of tokens that differ. `no_exit_overhead`: of
-`recompute` at threshold 1. `exit_efficiency`: the smallest over exits of (seconds of a full token /
-of a token forced out there) / (bytes of weights and cache that the one reads / the other).
-`skip_accounting`: seconds that the executed segments and heads explain, each timed by itself for
-as many rows as went through it, / seconds measured, at the 97 % threshold. `sampled`: its speed at
-temperature 1, where text is more like held-out text. `recompilations`: programs compiled after
-warm-up, for shorter prompts, other gates, thresholds and sampling too.
+99 %. `own_output`: of the text generated there, the share of tokens that are the full model's
+choice after the same text, that text's perplexity under the full model, and distinct n-grams,
+beside those of the text of `full`. `propagate`: also at that threshold, with the state of a token's
+exit in place of deeper states. `speculative_speedup`: over `full`, with the number of tokens that
+differ. `no_exit_overhead`: of `recompute` at threshold 1. `exit_efficiency`: the smallest over
+exits of (seconds of a full token / of a token forced out there) / (bytes of weights and cache that
+the one reads / the other). `skip_accounting`: seconds that the executed segments and heads explain,
+each timed by itself for the same number of rows, / seconds measured, at the 97 % threshold.
+`sampled`: its speed at temperature 1, where text is more like held-out text. `recompilations`:
+programs compiled after warm-up, also for shorter prompts and other gates, thresholds and sampling.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The training run.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound=2)
 _TOKENS = flags.DEFINE_integer("tokens", 150_000, "Held-out tokens to score.", lower_bound=1)
-_PROMPTS = flags.DEFINE_integer("prompts", 24, "Prompts to begin with.", lower_bound=1)
+_PROMPTS = flags.DEFINE_integer("prompts", 24, "Number of prompts.", lower_bound=1)
 _DRAFTS = flags.DEFINE_integer("drafts", 4, "Tokens that `speculative` drafts.", lower_bound=1)
 _DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts.")
 flags.mark_flags_as_required(["workdir"])
 
 PROMPT = 64  # tokens
 TARGETS = (0.97, 0.99)
-WARM = 2  # runs of each that are not counted
+WARM = 2  # warm-up runs of each engine
 THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
 
 
@@ -98,7 +97,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
             usual, Generator.make(model.params, config, EngineOptions(engine, **options))
         )
 
-    # A cap above the tokens generated: nobody is ever forced deeper.
+    # A cap above the tokens generated never forces a token deeper.
     free = dict(cap=new + 8, buckets=(1,))
     forced, length = make("recompute", **free), PROMPT + new
 
@@ -106,8 +105,8 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
         return TimedDecoding(generator, prompts, new, **kwargs)
 
     chosen_at, only = chosen[TARGETS[0]].threshold, lambda e: [float(i != e) for i in range(n)]
-    # What is compared stands together in the turns, and nothing that is at an end of them, where
-    # one run follows another of its own.
+    # Engines that are compared are neighbours in the turns. None is at an end, where a run follows
+    # another run of the same engine.
     timed = {f"exit {e}": new_timed(forced, threshold=only(e)) for e in range(n)}
     timed["full, long cache"] = new_timed(make("full", **free))
     timed |= {f"{a:.0%}": new_timed(usual, threshold=p.threshold) for a, p in chosen.items()}
@@ -119,7 +118,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     timed["sampled"] = new_timed(usual, temperature=1.0, threshold=chosen_at)
     timed["propagate"] = new_timed(make("propagate"), threshold=chosen_at)
     names, widths = list(timed), (1, *usual.slots_for(1)[0].buckets)
-    # Segments are timed in the same turns: a machine that others use has slow and fast minutes.
+    # Segments are timed in the same turns, as a shared machine has slow and fast minutes.
     segments, read = step_costs.segment_runs(
         usual.weights, config, widths, cache_length(length, usual.options)
     )
@@ -214,14 +213,14 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
 
 
 def ask_otherwise(generator, prompts: list, new: int) -> None:
-    """Prompts of other lengths, other gates, thresholds and sampling: what must compile nothing."""
+    """Generate with other lengths, gates, thresholds and sampling; nothing may compile."""
     from eejax.inference.policy import available_gates
 
     rng = np.random.default_rng(0)
     for prompt, gate in zip(
         itertools.cycle(prompts), available_gates(generator.config), strict=False
     ):
-        shorter = int(rng.integers(0, PROMPT // 2))  # one that is padded to the same
+        shorter = int(rng.integers(0, PROMPT // 2))  # padded to the same length
         stream = generator.stream(
             [prompt[shorter:]],
             new + 1 + shorter,
@@ -268,7 +267,10 @@ def own_output(model, timed: TimedDecoding) -> dict:
 
 
 def bytes_ratios(params, config, length: int) -> list[float]:
-    """Bytes of weights and caches that a full token reads over those of one by each exit."""
+    """Return the bytes that a full token reads over those of a token of each exit.
+
+    They are bytes of weights and caches.
+    """
     from eejax.common.trees import nbytes, slice_layers
     from eejax.models import exits
 
@@ -285,15 +287,15 @@ def bytes_ratios(params, config, length: int) -> list[float]:
 
 
 def executed_layers(timed: TimedDecoding) -> float:
-    """Mean of a step, the first token's prefill left out."""
+    """Return the mean layers of a step, without the first token's prefill."""
     return float(np.mean([r.layers[0, 1:].mean() for r in timed.results]))
 
 
 def accounted(results, config, widths, rows, heads) -> np.ndarray:
-    """[runs] seconds that executed segments and heads explain; rows, heads: `step_costs`' seconds.
+    """Return the seconds [runs] that executed segments and heads explain.
 
-    What goes through a segment is what waited below it: as many rows as there were steps since it
-    was last run.
+    `rows` and `heads` are the seconds of `step_costs`. A segment runs the rows that wait below it:
+    as many as there were steps since it last ran.
     """
     explained = np.zeros(len(results))
     for i, r in enumerate(results):

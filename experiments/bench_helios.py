@@ -1,30 +1,33 @@
-"""Choosing model and depth while serving, beside models that serve as they are.
+"""Choice of model and depth while serving, against models that serve as they are.
 
     eejax bench helios --small=runs/mixed_small --large=runs/mixed_large \\
         --judge=runs/mixed_judge --json
 
-All of $EEJAX_DATA/mixed_prompts, 100 tokens each, greedy, through one process on the cores it is
-given: every policy serves the same prompts in the same order, block by block in turn, so that what
-slows the machine slows all. Memory is the same for all: a budget that holds the whole larger model
-and --slots requests of it; whoever loads less has more slots (`inference.capacity`), --most at
-most. Thresholds, one for all exits of a model, let a share --early of its tokens leave by the first
-exit; in the paper 74 % of OPT-1.3B's do, and 73.6 % of OPT-6.7B's (Table 5). Everything is compiled
-before; what loading, filling in and running anew take is in the times, and on the timeline.
+All of $EEJAX_DATA/mixed_prompts, 100 tokens each, greedy, through one process on the given cores.
+Every policy serves the same prompts in the same order, block by block in turn, so that a slow
+machine slows all of them. Memory is the same for all: a budget that holds the whole larger model
+and --slots requests of it. A policy that loads less has more slots (`inference.capacity`), at most
+--max_slots. Thresholds, one for all exits of a model, let a share --early of its tokens leave by
+the first exit; in the paper 74 % of OPT-1.3B's do, and 73.6 % of OPT-6.7B's (Table 5). Everything
+is compiled in advance; loading, filling in and running anew are part of the times, and of the
+timeline.
 
 throughput_ratio: tokens a second of the controller (objective: throughput) over those of the
 smaller model, untruncated, with exits or without, whichever is better. ttft_ratio: seconds to the
 first token of that model, again the better of the two, over the controller's (objective: response
-time), where as many clients ask one after the other as that model has slots. energy_proxy_ratio:
-executed floating-point operations, of the first pair, those for keys and values that are made up
-for later included; operations are not energy, nor are bytes, which are those of the weights that
-decoding reads, those of a step shared by all slots. Intervals are 95 % bootstraps over blocks. The
-larger model by itself, several times slower, takes part in --sampled blocks of the first order.
+time), with as many clients, each asking one request after the other, as that model has slots.
+energy_proxy_ratio: executed floating-point operations of the first pair, including those for keys
+and values that are filled in later. Operations are not energy, nor are bytes, which are those of
+the weights that decoding reads; all slots share those of a step. Intervals are 95 % bootstraps over
+blocks. The larger model by itself, several times slower, takes part in --sampled blocks of the
+first order.
+
 Quality: tokens that are the whole model's given the same text (every --audited-th answer),
-perplexity by that model, and by a third one that was trained apart. frontier: of every
-policy of the controller its quality, by agreement, and its tokens a second over those of the
-fastest static one that is as good. at_equal_*: over the fastest
-that is as good, or worse by no more than a hundredth, which samples do not tell apart. regret: over
-the static one that was fastest in each block, whatever its answers are like.
+perplexity by that model, and by a third one that was trained separately. frontier: of every policy
+of the controller its quality, by agreement, and its tokens a second over those of the fastest
+static one that is as good. at_equal_*: over the fastest that is as good, or worse by at most a
+hundredth, which samples do not distinguish. regret: over the static one that was fastest in each
+block, whatever its quality.
 """
 
 from __future__ import annotations
@@ -42,14 +45,14 @@ from eejax.experiments import launch
 
 _SMALL = flags.DEFINE_string("small", None, "A training run, or a model's folder.")
 _LARGE = flags.DEFINE_string("large", None, "Another, of the same tokenizer.")
-_JUDGE = flags.DEFINE_string("judge", None, "A third one, for perplexity; default: none.")
+_JUDGE = flags.DEFINE_string("judge", None, "A third model, for perplexity; default: none.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
-_PROMPTS = flags.DEFINE_integer("prompts", None, "Prompts; default: all.", lower_bound=8)
+_PROMPTS = flags.DEFINE_integer("prompts", None, "Number of prompts; default: all.", lower_bound=8)
 _NEW = flags.DEFINE_integer("new", 100, "Tokens of an answer.", lower_bound=2)
 _SLOTS = flags.DEFINE_integer(
     "slots", 8, "Requests that the budget holds with the larger model.", lower_bound=1
 )
-_MOST = flags.DEFINE_integer("most", 32, "Most slots of a model.", lower_bound=1)
+_MAX_SLOTS = flags.DEFINE_integer("max_slots", 32, "Maximum slots of a model.", lower_bound=1)
 _EARLY = flags.DEFINE_float(
     "early",
     0.75,
@@ -61,28 +64,31 @@ _CURVE = flags.DEFINE_list("curve", ["0.7", "0.9"], "Limits on agreement of the 
 _LATE = flags.DEFINE_float(
     "late",
     4.0,
-    "Goodput's limit on the 99th percentile of seconds to the first token; on "
-    "agreement it has the first of --curve.",
+    "Goodput's limit on the 99th percentile of seconds to the first token; its limit on "
+    "agreement is the first of --curve.",
 )
 _BLOCKS = flags.DEFINE_integer(
-    "blocks", 10, "Parts of the work that policies do in turn.", lower_bound=1
+    "blocks", 10, "Parts of the work, which policies run in turn.", lower_bound=1
 )
-_ORDERS = flags.DEFINE_list("orders", ["shuffled", "blocked", "drifting"], "Of the prompts.")
+_ORDERS = flags.DEFINE_list("orders", ["shuffled", "blocked", "drifting"], "Orders of the prompts.")
 _AUDITED = flags.DEFINE_integer(
-    "audited", 8, "Of as many answers one is looked at again.", lower_bound=1
+    "audited", 8, "Every so many answers one is judged again.", lower_bound=1
 )
 _SAMPLED = flags.DEFINE_integer(
     "sampled",
     2,
-    "Blocks in which the larger model serves by itself: it is several times slower.",
+    "Blocks in which the larger model, several times slower, serves by itself.",
     lower_bound=1,
 )
 _CLIENTS = flags.DEFINE_integer(
-    "clients", None, "For ttft_ratio; default: the better's slots.", lower_bound=1
+    "clients",
+    None,
+    "Clients for ttft_ratio; default: the better policy's slots.",
+    lower_bound=1,
 )
 flags.mark_flags_as_required(["small", "large"])
 
-NEAR = 0.01  # of agreement, and of perplexity
+NEAR = 0.01  # tolerance of agreement, and of perplexity
 
 
 def main() -> None:
@@ -99,7 +105,7 @@ def check_flags() -> None:
     """Raise ConfigError for useless values, before any model is opened."""
     from eejax.experiments.helios_runs import ORDERS
 
-    told = f"must be of {', '.join(ORDERS)}, one at least"
+    told = f"must be at least one of {', '.join(ORDERS)}"
     known = bool(_ORDERS.value) and {*_ORDERS.value} <= {*ORDERS}
     require(known, "--orders", ",".join(_ORDERS.value), told)
     curve = launch.numbers("curve", _CURVE.value)
@@ -108,12 +114,12 @@ def check_flags() -> None:
     require(shares, "--curve", ",".join(_CURVE.value), told)
     told = "must be a number of seconds above 0"
     require(0 < _LATE.value < math.inf, "--late", _LATE.value, told)
-    # The flag's own bounds let NaN through.
+    # The flag's own bounds accept NaN.
     require(0 <= _EARLY.value <= 1, "--early", _EARLY.value, "must lie in [0, 1]")
 
 
 class Bench:
-    """The models, what they cost, and the prompts."""
+    """Models, their costs, and the prompts."""
 
     def __init__(self):
         from eejax.checkpoint.language_model import load
@@ -153,7 +159,7 @@ class Bench:
             large, self.members["large"].options, large.n_exits + 1, self.context, _SLOTS.value
         )  # more than a few bytes of bookkeeping
         self.slots = {
-            name: room(member, _MOST.value, self.context, self.budget)
+            name: room(member, _MAX_SLOTS.value, self.context, self.budget)
             for name, member in self.members.items()
         }
         launch.say(f"slots by depth: {self.slots}")
@@ -180,8 +186,7 @@ class Bench:
     def threshold(self, name: str, texts: list) -> float:
         """Return one threshold for all exits of a model.
 
-        It is the one that a share --early of the tokens reach which the model writes with its first
-        exit alone.
+        A share --early of the tokens that the model generates with its first exit alone reaches it.
         """
         from eejax.experiments.helios_runs import StaticModel, drive
 
@@ -194,7 +199,7 @@ class Bench:
         return dict(slots=self.slots[name], context=self.context)
 
     def statics(self) -> dict:
-        """Policies that do not choose: (server, slots) by name."""
+        """Return the policies that do not choose: (server, slots) by name."""
         from eejax.experiments.helios_runs import StaticModel
 
         found = {}
@@ -233,12 +238,12 @@ class Bench:
         )
 
     def through(self, policies: dict, order: str, blocks: int, clients: int | None = None) -> dict:
-        """{policy: [(seconds, answers) of each block]}, policies in turn."""
+        """Run policies in turn; return {policy: [(seconds, answers) of each block]}."""
         from eejax.experiments.helios_runs import drive, ordered
 
         indices = ordered(self.tasks, order)
         parts = np.array_split(indices, blocks)
-        self.servers = {}  # those of the order before go first
+        self.servers = {}  # free those of the previous order first
         servers = {name: make() for name, make in policies.items()}
         found: dict[str, list] = {name: [] for name in policies}
         for b, part in enumerate(parts):
@@ -254,7 +259,7 @@ class Bench:
         self.servers = servers
         return found
 
-    def told(self, name: str, rows: list) -> dict:
+    def summary(self, name: str, rows: list) -> dict:
         """Return the result of a policy's blocks."""
         from eejax.experiments.helios_runs import answer_bytes, answer_flops, fleet_flops
 
@@ -264,14 +269,14 @@ class Bench:
         ttft = np.array([a.ttft for a in answers])
         judged = self.judges.judge(answers[:: _AUDITED.value], self.texts)
 
-        def given(answer):
+        def prompt_len(answer):
             return len(self.texts[answer.index])
 
         flops = np.array(
-            [sum(answer_flops(self.members, a, given(a)) for a in more) for _, more in rows]
+            [sum(answer_flops(self.members, a, prompt_len(a)) for a in more) for _, more in rows]
         )
         fleet = getattr(self.servers[name], "fleet", None)
-        if fleet is not None:  # which is not told block by block
+        if fleet is not None:  # its report covers all blocks
             flops += fleet_flops(self.members, fleet.pool) / len(flops)
         read = sum(answer_bytes(self.members, a, self.slots) for a in answers)
         return {
@@ -285,11 +290,11 @@ class Bench:
             "flops_per_token": flops.sum() / tokens,
             "bytes_per_token": read / tokens,
             "flops": flops.tolist(),
-            **judged.told(),
+            **judged.summary(),
         }
 
     def controlled(self, name: str) -> dict:
-        """Return what a fleet decided and did."""
+        """Return the decisions and changes of a fleet."""
         server = self.servers[name]
         c, fleet = server.controller, server.fleet
         ends = [*(d.time for d in c.decisions[1:]), server.watch.now()]
@@ -361,7 +366,7 @@ class Bench:
                     policies[f"helios, {name}"] = lambda n=name, y=limits: self.chosen(n, y)
                 policies["helios, never below"] = lambda: self.chosen("throughput", greedy=False)
             found = self.through(policies, order, _BLOCKS.value)
-            rows = {name: self.told(name, rows) for name, rows in found.items()}
+            rows = {name: self.summary(name, rows) for name, rows in found.items()}
             for name, row in rows.items():
                 if name not in statics:
                     row |= self.controlled(name)
@@ -391,8 +396,10 @@ class Bench:
         return result
 
     def response(self, statics: dict, untruncated: list) -> dict:
-        """Seconds to the first token where nobody waits for a slot, over the static one with the
-        fewest."""
+        """Return seconds to the first token where no request waits for a slot.
+
+        They are over those of the static policy with the fewest slots.
+        """
         from eejax.analysis import total_ratio
 
         names = [name for name in untruncated if name.startswith("small")]
@@ -400,7 +407,7 @@ class Bench:
         policies = {name: statics[name] for name in names}
         policies["helios"] = lambda: self.chosen("response_time")
         found = self.through(policies, "shuffled", _BLOCKS.value, clients)
-        rows = {name: self.told(name, rows) for name, rows in found.items()}
+        rows = {name: self.summary(name, rows) for name, rows in found.items()}
         rows["helios"] |= self.controlled("helios")
         better = min(names, key=lambda name: rows[name]["ttft"]["mean"])
 
@@ -417,8 +424,11 @@ class Bench:
 
 
 def frontier(rows: dict, statics: list) -> list[dict]:
-    """Gain against quality: of every policy that chooses, the ratio of its tokens a second to those
-    of the fastest static one of no less agreement, by falling agreement; None where none is."""
+    """Return gain against quality for every policy that chooses, by falling agreement.
+
+    The gain is the ratio of its tokens a second to those of the fastest static policy of no less
+    agreement; None where there is none.
+    """
     found = []
     for name in [name for name in rows if name not in statics]:
         own = rows[name]
@@ -431,8 +441,11 @@ def frontier(rows: dict, statics: list) -> list[dict]:
 
 
 def equal(rows: dict, statics: list) -> dict:
-    """Tokens a second over the fastest that says as much of what its whole model does, and over the
-    fastest whose text is as likely to the judge; None where none is."""
+    """Return tokens a second over those of static policies of equal quality.
+
+    They are the fastest with the same agreement with its whole model, and the fastest whose text is
+    as likely to the judge; None where there is none.
+    """
     from eejax.analysis import total_ratio
 
     own, found = rows["helios"], {}

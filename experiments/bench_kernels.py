@@ -1,31 +1,30 @@
-"""The kernels beside XLA's own operations, on a GPU of NVIDIA's.
+"""Kernels against XLA's own operations, on an NVIDIA GPU.
 
     eejax bench kernels --json
     eejax bench kernels --ops=norm_router,head_confidence
 
-Of every op, dtype and size: `error`, the largest difference from the op's definition in float32,
-beside that of XLA's own (`reference_error`), and `differ`, the share of whole numbers that are not
-XLA's (a probability at its threshold, two tokens that are equally likely); `identical`, whether 20
-runs give the same bits; `speedup` over the op's definition by XLA, of interleaved pairs after
-warm-up, and `speedup_over_logits`, where the definition itself does without logits; `bandwidth`, of
-the bytes that have to be moved, as a share of what a plain copy moves in a second; `temporary`
-bytes. A call's time is that of one in a chain of many, each begun when the one before it ended, so
-that what it takes to start a program is not counted, and each of arguments of its own, which no
-cache holds.
+For every op, dtype and size: `error`, the largest difference from the op's definition in float32,
+beside that of XLA's own (`reference_error`); `differ`, the share of whole numbers that are not
+XLA's (a probability at its threshold, two equally likely tokens); `identical`, whether 20 runs give
+the same bits; `speedup` over the op's definition by XLA, in interleaved pairs after warm-up, and
+`speedup_over_logits`, where the definition itself needs no logits; `bandwidth`, of the bytes that
+have to be moved, as a share of what a plain copy moves in a second; `temporary` bytes. A call's
+time is that of one in a chain of many, each begun when the one before it ended, so that the start
+of a program is not counted, and each with arguments of its own, which no cache holds.
 
-Claims, the least over their cases: `norm_router_bandwidth` at 32,768 rows, `norm_router_speedup`
+Claims, the worst over their cases: `norm_router_bandwidth` at 32,768 rows, `norm_router_speedup`
 and `head_confidence_bandwidth`, `head_confidence_speedup` at up to 64 rows,
-`linear_cross_entropy_speedup` over whole logits, and `linear_cross_entropy_memory`, the most over
-dtypes and widths of its temporary bytes at the largest vocabulary over those at the smallest,
-without the table's gradient, which is a result. `sanitizer` is what compute-sanitizer's memcheck
-and racecheck say, where it is installed; races in a GPU's own memory, which racecheck does not see,
-show in `identical`. `decode_step` is tokens per second of an engine with router
-gates by kernels over the same without.
+`linear_cross_entropy_speedup` over whole logits, and `linear_cross_entropy_memory`, the largest
+ratio over dtypes and widths of its temporary bytes at the largest vocabulary to those at the
+smallest, without the table's gradient, which is a result. `sanitizer` is the result of
+compute-sanitizer's memcheck and racecheck, where it is installed; races in a GPU's own memory,
+which racecheck does not see, show in `identical`. `decode_step` is tokens per second of an engine
+with router gates by kernels over the same without.
 
-It ends with status 1 where runs differ, an error is `FAR` times XLA's, the sanitizer finds anything
-or a case cannot be run (the largest, whole logits of 8192 tokens and 131072 words, are meant for 80
-GB). --smoke goes the same way on any machine in minutes, with tiny sizes and XLA's operations on
-both sides: its figures say nothing.
+It ends with status 1 if runs differ, an error is `FAR` times XLA's, the sanitizer finds anything or
+a case cannot be run (the largest, whole logits of 8192 tokens and 131072 words, are meant for 80
+GB). --smoke runs on any machine in minutes, with tiny sizes and XLA's operations on both sides; its
+figures mean nothing.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from eejax.kernels.specs import OPS
 
 DECODE_STEP = "decode_step"
 _OPS = flags.DEFINE_list(
-    "ops", [*OPS, DECODE_STEP], f"Which of them; {DECODE_STEP}: decoding steps with router gates."
+    "ops", [*OPS, DECODE_STEP], f"Ops to measure; {DECODE_STEP}: decoding steps with router gates."
 )
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of runs to time.", lower_bound=2)
 _ONCE = flags.DEFINE_bool(
@@ -64,9 +63,9 @@ SHAPE = dict(
     boundaries=(4, 8, 12),
 )  # of a decoding step: Llama 3.2's of 1B parameters
 TINY = dict(vocab_size=300, n_layers=4, d_model=32, n_heads=2, boundaries=(1, 2))
-FAR = 8  # times the error of XLA's operations, at which a kernel's is wrong
-MOST_BYTES = 2**30  # of the copies of arguments that a chain reads
-COPIED = 2**28  # bytes of each copy of a chain that bandwidth is measured by
+FAR = 8  # times the error of XLA's operations, at which a kernel is wrong
+MAX_BYTES = 2**30  # of the copies of arguments that a chain reads
+COPIED = 2**28  # bytes of each copy of a chain that measures bandwidth
 
 
 def main() -> None:
@@ -77,7 +76,7 @@ def main() -> None:
         raise ConfigError(f"--ops = {','.join(unknown)}: must be among {', '.join(known)}.")
     if jax.default_backend() != "gpu" and not _SMOKE.value:
         raise ConfigError(
-            "there is no GPU: kernels are compiled for CUDA alone. `make test` runs them in "
+            "there is no GPU: kernels are compiled for CUDA only. `make test` runs them in "
             "Triton's interpreter and compiles them for both chips; --smoke tries this program out."
         )
     if _ONCE.value:
@@ -115,7 +114,7 @@ def kernel_ops() -> list[str]:
 
 
 def attempt(case, copied: float, failed: list[str]) -> dict | None:
-    """`measure`, or None and what went wrong: one case may need more memory than there is."""
+    """Return the result of `measure`, or None and the error: a case may need too much memory."""
     import jax
 
     try:
@@ -127,7 +126,7 @@ def attempt(case, copied: float, failed: list[str]) -> dict | None:
 
 
 def wrong_cases(result: dict) -> list[str]:
-    """Return complaints: runs that differ, and errors far beyond those of XLA's operations."""
+    """Return problems: runs that differ, and errors far beyond those of XLA's operations."""
     said = []
     for op in kernel_ops():
         for c in result[op]:
@@ -146,7 +145,7 @@ def kernel() -> str:
 
 
 def once() -> None:
-    """Every op's small specs by its kernel, each in a program of its own."""
+    """Run every op's small specs by its kernel, each in a program of its own."""
     import jax
 
     for op in kernel_ops():
@@ -157,7 +156,7 @@ def once() -> None:
 
 
 def sanitizer() -> dict[str, str]:
-    """Return how compute-sanitizer's tools end, by name; none of them where it is not installed."""
+    """Return the results of compute-sanitizer's tools, by name; none if it is not installed."""
     found = {}
     for tool in ("memcheck", "racecheck"):
         report = tools.run(tool, kernel_ops())
@@ -169,7 +168,7 @@ def sanitizer() -> dict[str, str]:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written in a second by copies, each of which is larger than any cache."""
+    """Return the bytes read and written in a second by copies larger than any cache."""
     import jax.numpy as jnp
 
     size, k = (COPIED // 2**10, 2) if _SMOKE.value else (COPIED, 8)
@@ -179,7 +178,7 @@ def copy_bandwidth() -> float:
 
 
 def timed(runs, sets) -> np.ndarray:
-    """Seconds [runs, pairs] of one call, of a chain of calls on sets of arguments."""
+    """Return seconds [runs, pairs] of one call in a chain of calls on sets of arguments."""
     import jax
 
     from eejax import analysis
@@ -190,7 +189,7 @@ def timed(runs, sets) -> np.ndarray:
 
 
 def measure(case, copied: float) -> dict:
-    """A case's figures."""
+    """Measure a case."""
     import jax
 
     def run(which):
@@ -241,7 +240,7 @@ def wide(a):
 
 
 def error(got, want) -> float:
-    """The largest difference among the results that are no integers, relative to their size."""
+    """Return the largest difference among non-integer results, relative to their size."""
     import jax
     import jax.numpy as jnp
 
@@ -256,7 +255,7 @@ def error(got, want) -> float:
 
 
 def differ(got, plain) -> float:
-    """The share of results that are integers, or truths, and not the same."""
+    """Return the share of integer and boolean results that differ."""
     import jax
     import jax.numpy as jnp
 
@@ -269,13 +268,15 @@ def differ(got, plain) -> float:
 
 
 def copies_of(args) -> list:
-    """Sets of arguments for a chain, equal but for their order: more than a cache holds, if not
-    more than `CHAIN`, and two at the least."""
+    """Return sets of arguments for a chain, equal except for their order.
+
+    They are more than a cache holds, if that is at most `CHAIN` sets, and at least two.
+    """
     import jax
     import jax.numpy as jnp
 
     size = sum(a.nbytes for a in jax.tree.leaves(args))
-    k = 2 if _SMOKE.value else int(np.clip(MOST_BYTES // size, 2, CHAIN))
+    k = 2 if _SMOKE.value else int(np.clip(MAX_BYTES // size, 2, CHAIN))
 
     def other(i):
         return jax.tree.map(lambda a: jnp.roll(a, i, 0) if a.ndim else a + 0, args)
@@ -284,7 +285,7 @@ def copies_of(args) -> list:
 
 
 def chain(run, k: int):
-    """k calls in one program, none of which can begin before the last one ended."""
+    """Run k calls in one program, each of which begins after the one before it ended."""
     import jax
 
     def program(sets):
@@ -293,13 +294,13 @@ def chain(run, k: int):
             if results:
                 args, results[-1] = jax.lax.optimization_barrier((args, results[-1]))
             results.append(run(*args))
-        return results  # all of them: XLA would leave out what nobody reads
+        return results  # all of them: XLA would remove unused results
 
     return jax.jit(program)
 
 
 def decode_step(batch: int) -> dict:
-    """Tokens per second of an engine with router gates, by kernels and without."""
+    """Measure tokens per second of an engine with router gates, with and without kernels."""
     import jax
 
     from eejax import analysis
@@ -317,7 +318,7 @@ def decode_step(batch: int) -> dict:
     generator = Generator.make(params.init(config, jax.random.key(0)), config, "recompute")
     weights, own = generator.weights, dict(config=config, options=generator.options)
     prompt = np.arange(batch * 32, dtype=np.int32).reshape(batch, 32) % config.vocab_size
-    # Routers that were not trained say about a half.
+    # Untrained routers have a confidence of about a half.
     policy = ExitPolicy.make(config, batch, 0.5, gate="router")
     request = RequestRows.make(
         config, [32] * batch, [NEW] * batch, policy, SamplingParams.make(batch)
@@ -368,7 +369,7 @@ def decode_table(rows: list[dict]) -> str:
 
 
 def claims(result: dict) -> dict:
-    """The least of every claim over its cases."""
+    """Return the worst value of every claim over its cases."""
     found = {}
 
     def least(name: str, op: str, of, when) -> None:

@@ -2,31 +2,32 @@
 
     eejax bench pipeline --json
 
-One configuration throughout, EE-LLM's 1.3B depth and width on four stages (Chen et al., ICML 2024):
-d 2048, 24 layers, 2048 tokens, minimalistic exits at 1/4 and 1/2 of the depth, that is at the
-beginnings of stages 1 and 2; 64 microbatches. Unlike the paper's Table 1, vocabulary 50304, layers
-of GPT-2 and microbatches of one sequence.
+There is one configuration, EE-LLM's 1.3B depth and width on four stages (Chen et al., ICML 2024): d
+2048, 24 layers, 2048 tokens, minimalistic exits at 1/4 and 1/2 of the depth, that is at the
+beginnings of stages 1 and 2; 64 microbatches. Unlike in the paper's Table 1, the vocabulary is
+50304, layers are GPT-2's and microbatches have one sequence.
 
 `exit_memory_overhead`: growth of a device's memory (XLA's temporaries, arguments and outputs of the
 compiled executor on four fake devices, nothing is run), exits "mixed", remat "none".
 `exit_time_overhead`: of the simulated step, by the clock "neighbours", with costs of the operations
-measured here at an eighth of the width, length and vocabulary: so heads, layers and scores stand in
-the proportion of the large model. Both for every other policy, too, and `memory_vs_1f1b`, beside
-EE-LLM's asynchronous schedule (estimated: parameters with Adam's state, and activations).
+measured here at an eighth of the width, length and vocabulary, so that heads, layers and scores
+have the proportions of the large model. Both are also given for every other policy, and
+`memory_vs_1f1b`, against EE-LLM's asynchronous schedule (estimated: parameters with Adam's state,
+and activations).
 
-Then two stages for real, `measured`: pairs of steps with an exit at the beginning of stage 0 and
+Then two real stages, `measured`: pairs of steps with an exit at the beginning of stage 0 and
 without; `simulator_error`, the larger of |simulated - measured| / measured time of these two
-(simulated: slots of the schedule, the exchange between its steps, and what a step has once: zeros
-and sums); and `schedule_overhead`, the executor on one stage over the plain step's gradients of as
-many microbatches, less 1.
+(simulated: slots of the schedule, the exchange between its steps, and the parts that a step has
+once: zeros and sums); and `schedule_overhead`, the executor on one stage over the plain step's
+gradients of as many microbatches, less 1.
 
 XLA's CPU backend shares one pool of threads among a process's fake devices, whatever
---xla_cpu_multi_thread_eigen says, so times of fake devices are not those of stages. Hence each
-stage is a process of its own, on a core of its own. What one process does alone (operations, with
-three stages in it of which two are idle; the executor on one stage) is timed in seconds that it had
-its core, so that other programs do little harm; steps of two stages need a quiet machine:
-`load` and `core_share`, the part of the time in which a busy process had its core, tell whether it
-was one.
+--xla_cpu_multi_thread_eigen says, so times of fake devices are not those of stages. Each stage is
+therefore a process of its own, on a core of its own. The work of one process alone (operations,
+with three stages in it of which two are idle; the executor on one stage) is timed in seconds that
+it had its core, so that other programs do little harm. Steps of two stages need a quiet machine:
+`load` and `core_share`, the part of the time in which a busy process had its core, show whether it
+was quiet.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ import numpy as np
 from absl import app, flags
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
-_PAIRS = flags.DEFINE_integer("pairs", 11, "Repetitions of whatever is timed.", lower_bound=2)
-_SMOKE = flags.DEFINE_bool("smoke", False, "Tiny shapes, to see that all of it runs.")
+_PAIRS = flags.DEFINE_integer("pairs", 11, "Repetitions of each timing.", lower_bound=2)
+_SMOKE = flags.DEFINE_bool("smoke", False, "Tiny shapes, to check that everything runs.")
 
 STAGES, LAYERS, MICROBATCHES = 4, 6, 64  # layers of a stage
 EXIT_STAGES = (1, 2)
 SCALE, TIMED_MICROBATCHES, MORE = 8, 4, 16
 RESAMPLES = 200
 POLICIES = tuple((r, e) for r in ("none", "dots", "full") for e in ("mixed", "aligned", "deferred"))
-TIMEOUT = 900  # seconds until processes that wait for each other are given up
+TIMEOUT = 900  # seconds after which processes that wait for each other are ended
 
 
 def main(argv: list[str]) -> None:
@@ -97,7 +98,10 @@ def name(exits: bool) -> str:
 
 
 def model_config(scale: int, boundaries: tuple[int, ...], stages: int, dtype: str):
-    """EE-LLM's 1.3B shape with stages of 6 layers, all but the heads' width divided by `scale`."""
+    """Return EE-LLM's 1.3B shape with stages of 6 layers.
+
+    All sizes but the heads' width are divided by `scale`.
+    """
     from eejax.models.config import ExitConfig, ModelConfig
 
     d = 2048 // scale
@@ -118,10 +122,10 @@ def model_config(scale: int, boundaries: tuple[int, ...], stages: int, dtype: st
 
 
 def policies(scale: int, parts) -> list[dict]:
-    """Both overheads of every policy, and the memory beside the asynchronous schedule's.
+    """Return both overheads of every policy, and its memory against the asynchronous schedule's.
 
-    Times: of operations as measured with remat "none"; "full" runs the layers once more, and what
-    "dots" repeats, which makes an exit's share smaller, is not charged.
+    Times are of operations as measured with remat "none". "full" runs the layers once more; the
+    parts that "dots" repeats, which make an exit's share smaller, are not counted.
     """
     from eejax.pipeline.costs import memory_vs_1f1b
 
@@ -148,7 +152,7 @@ def policies(scale: int, parts) -> list[dict]:
 
 
 def device_bytes(scale: int, remat: str, exits: str, boundaries: tuple[int, ...]) -> int:
-    """Bytes that the compiled executor takes on each of four devices. From shapes alone."""
+    """Return the bytes of the compiled executor on each of four devices, from shapes alone."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -190,7 +194,7 @@ def memory(compiled) -> int:
 
 
 def timings(scale: int, pairs: int) -> dict:
-    """All that is timed, by two processes: each for itself, then both as stages."""
+    """Time everything in two processes: each by itself, then both as stages."""
     from eejax.analysis import median_ratio
     from eejax.experiments import slot_costs
     from eejax.pipeline.schedule import one_f_one_b
@@ -239,7 +243,7 @@ def one_microbatch(parts) -> float:
 
 
 def resampled(slots: dict, remat: str = "none") -> list:
-    """`MicrobatchCosts` of repetitions drawn anew (bootstrap)."""
+    """Return `MicrobatchCosts` of resampled repetitions (bootstrap)."""
     from eejax.experiments import slot_costs
 
     n = len(slots[None])
@@ -262,9 +266,9 @@ def time_overhead(parts, remat: str, exits: str) -> float:
 
 
 def on_processes(work, *arguments) -> list:
-    """Return what `work((rank, port, *arguments))` returns in two new processes, [rank].
+    """Return the results of `work((rank, port, *arguments))` in two new processes, [rank].
 
-    Raises what the first of them raises; the other, which would wait for it, is ended.
+    Raises the error of the first process that fails; the other, which would wait for it, is ended.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -278,7 +282,7 @@ def on_processes(work, *arguments) -> list:
 
 
 def start(rank: int, devices: int) -> None:
-    """This process on a core of its own, with fake devices, before it begins with JAX."""
+    """Bind this process to a core of its own, with fake devices, before JAX starts."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[rank % len(cores)]})
     # XLA makes a thread for each core it sees.
@@ -287,7 +291,7 @@ def start(rank: int, devices: int) -> None:
 
 
 def alone(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
-    """Measure what a process does by itself, from (rank, port, scale, pairs).
+    """Measure the work of a process by itself, from (rank, port, scale, pairs).
 
     Returns its rank, and the seconds of `slot_tables` and of the executor and the plain step on one
     stage.
@@ -298,7 +302,7 @@ def alone(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
     from eejax.experiments import slot_costs
     from eejax.sharding.mesh import MeshConfig
 
-    # Three stages on one core, of which one has work at a time: all operations are timed alike.
+    # Three stages share one core, and one of them works at a time: all operations are timed alike.
     model = slot_costs.three_stages(model_config(scale, (0,), 2, "float32"), LAYERS)
     built = slot_costs.pipelined(model, MeshConfig(pipe=slot_costs.STAGES), "none")
     slots = slot_costs.time_slots(*built, 1, 2048 // scale, pairs, MORE, time.process_time)
@@ -307,13 +311,16 @@ def alone(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
 
 
 def together(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
-    """One stage of two, from (rank, port, scale, pairs): its rank, the seconds of steps with and
-    without exits and, as "exchange", of one with more steps of the table that only exchange."""
+    """Time one stage of two, from (rank, port, scale, pairs).
+
+    Returns its rank, the seconds of steps with and without exits and, as "exchange", of one with
+    more steps of the table that only exchange.
+    """
     rank, port, scale, pairs = arguments
     start(rank, devices=1)
     import jax
 
-    jax.config.update("jax_enable_preemption_service", False)  # or nothing could end a process
+    jax.config.update("jax_enable_preemption_service", False)  # so that signals end a process
     jax.distributed.initialize(f"127.0.0.1:{port}", 2, rank)
 
     from eejax.analysis import interleave
@@ -341,8 +348,10 @@ def together(arguments: tuple[int, int, int, int]) -> tuple[int, dict]:
 
 
 def single(scale: int, pairs: int) -> tuple[dict[str, np.ndarray], float]:
-    """Seconds of the executor on one stage and of the plain step's gradients, on one device, and
-    the share of the time in which this process had its core."""
+    """Time the executor on one stage and the plain step's gradients, on one device.
+
+    Returns their seconds, and the share of the time in which this process had its core.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -435,9 +444,9 @@ def show(result: dict) -> None:
     )
     if result["load"] > 2.5 or result["core_share"] < 0.9:
         print(
-            f"others were busy here (load {result['load']:.1f}, a process had its core "
+            f"this machine was busy (load {result['load']:.1f}, a process had its core "
             f"{result['core_share']:.0%} of the time): steps of two stages, and simulator_error, "
-            "say nothing"
+            "mean nothing"
         )
 
 

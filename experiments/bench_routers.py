@@ -1,22 +1,22 @@
-"""Routers of a pretrained model beside those of the package tide-inference, on the same weights.
+"""Routers of a pretrained model against those of the package tide-inference, on the same weights.
 
     make bench-env && eejax bench routers --json
     eejax bench routers --json --tuned=runs/tuned     # tuned exits too
 
 The model is a plain checkpoint of bytes ($EEJAX_DATA/models/tinylm) and the text one file, of which
-the last --unseen bytes are what everything is judged on: neither the model nor a router has seen
-them. Both libraries get the same earlier windows, an exit behind every layer, and as many threads.
+the last --unseen bytes are the test text: neither the model nor a router was trained on them. Both
+libraries get the same earlier windows, an exit behind every layer, and the same number of threads.
+
 Disagreement is the share of tokens that are not the full model's most likely one; depth the mean of
 layers below the emitting exit, of those that a common threshold leaves at most that disagreement.
-
 `depth_at_5`, `depth_at_10`: ours, training-free; `by_exit`: thresholds of each exit chosen on
-earlier text, and what they do on the unseen. TIDE's are given with its final logits put right
-(`mended`; it norms the last layer twice) and as they are. `auc` at every shared layer, of telling
-which tokens are the full model's. `calibration_time_vs_tide`: seconds of text to trained routers,
-ours over theirs. `tokens_per_s_vs_tide`: greedy, one request at a time, in interleaved pairs after
-warm-up, ours `recompute` at at most 5 % disagreement; `speedup_over_full` is over our own full
-model. `tuned_*`: exits of --tuned, by their routers if they have any and else by the probability of
-the most likely token; they must not have seen the last bytes either.
+earlier text, and their result on the test text. TIDE's are given with its final logits corrected
+(`mended`; it norms the last layer twice) and as they are. `auc` at every shared layer, for
+predicting which tokens are the full model's. `calibration_time_vs_tide`: seconds from text to
+trained routers, ours over theirs. `tokens_per_s_vs_tide`: greedy, one request at a time, in
+interleaved pairs after warm-up, ours `recompute` at at most 5 % disagreement; `speedup_over_full`
+is over our own full model. `tuned_*`: exits of --tuned, by their routers if they have any and else
+by the probability of the most likely token; they must not be trained on the last bytes either.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from absl import flags
 
 from eejax.common.errors import ConfigError
 from eejax.experiments import launch, peer_device
-from eejax.experiments.windows import BATCH, LENGTH, batches, cut, divided, given, prompts
+from eejax.experiments.windows import BATCH, LENGTH, batches, cut, divided, model_and_text, prompts
 
 _MODEL = flags.DEFINE_string("model", None, "A checkpoint of bytes; tinylm by default.")
 _TEXT = flags.DEFINE_string("text", None, "Its text; tinyshakespeare by default.")
 _UNSEEN = flags.DEFINE_integer("unseen", 55_000, "Bytes at its end to judge on.", lower_bound=5_000)
-_WINDOWS = flags.DEFINE_integer("windows", 400, "To calibrate on.", lower_bound=20)
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "Of our training.", lower_bound=1)
+_WINDOWS = flags.DEFINE_integer("windows", 400, "Windows to calibrate on.", lower_bound=20)
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Epochs of our training.", lower_bound=1)
 _PAIRS = flags.DEFINE_integer("pairs", 12, "Pairs of runs to time.", lower_bound=2)
 _NEW = flags.DEFINE_integer("new", 96, "Tokens of a timed run.", lower_bound=8)
 _TUNED = flags.DEFINE_string("tuned", None, "A run of eejax tune, or routers on it.")
@@ -62,7 +62,7 @@ def measured() -> dict:
     import eejax
     from eejax import calibration
 
-    folder, text = given(_MODEL.value, _TEXT.value)
+    folder, text = model_and_text(_MODEL.value, _TEXT.value)
     earlier, unseen = divided(text.read_bytes(), _UNSEEN.value)
     windows, judged, asked = cut(earlier, _WINDOWS.value), cut(unseen), prompts(unseen, PROMPT)
 
@@ -123,7 +123,7 @@ def routers(model, windows: np.ndarray, every: int):
 
 
 def frontier(scores, gate: str) -> dict:
-    """Least depth by a common threshold at two disagreements."""
+    """Return the least depth by a common threshold at two disagreements."""
     from eejax import calibration
 
     said = scores.confidences[gate][:-1]
@@ -132,7 +132,7 @@ def frontier(scores, gate: str) -> dict:
     found = {"thresholds": {}}
     for most, name in ((0.05, "depth_at_5"), (0.1, "depth_at_10")):
         best = calibration.fastest(points, 1 - most)
-        if best is None:  # not even without leaving
+        if best is None:  # not even without exits
             best = points[-1]
         found[name] = best.depth
         found["thresholds"][str(most)] = best.threshold
@@ -152,7 +152,7 @@ def transferred(found, scores) -> dict:
 
 
 def oracle(scores) -> float:
-    """Depth if every token left where it first is the full model's."""
+    """Return the depth if every token left at the first exit where it is the full model's."""
     right = scores.tokens == scores.tokens[-1]
     return float(np.asarray(scores.config.exit_boundaries)[right.argmax(0)].mean())
 
@@ -179,7 +179,7 @@ def of_tuned(judged: np.ndarray):
 
 
 def decoder(params, config, engine: str, prompts: list, **kwargs):
-    """run(i) -> tokens made; the i-th prompt."""
+    """Return a function run(i) -> number of tokens made for the i-th prompt."""
     from eejax.inference import Generator
 
     generator = Generator.make(params, config, engine)
@@ -195,7 +195,7 @@ def decoder(params, config, engine: str, prompts: list, **kwargs):
 
 
 def speeds(timed: dict) -> dict:
-    """Ratios of tokens per second, of interleaved pairs."""
+    """Return ratios of tokens per second, of interleaved pairs."""
     from eejax import analysis
 
     names, made = list(timed), {name: {} for name in timed}
@@ -230,7 +230,7 @@ def speeds(timed: dict) -> dict:
 
 
 class Tide:
-    """The package as it is, on a checkpoint of bytes."""
+    """The package tide-inference as it is, on a checkpoint of bytes."""
 
     def __init__(self, folder: pathlib.Path):
         import torch
@@ -244,8 +244,8 @@ class Tide:
         self.runtime = None
 
     def calibrate(self, windows: np.ndarray) -> float:
-        """Seconds of its whole calibration."""
-        # The package has a function of the module's name in its place.
+        """Return the seconds of its whole calibration."""
+        # A function of the same name hides the module in the package.
         module = importlib.import_module("TIDE.calibrate")
         from TIDE.config import TIDEConfig
         from TIDE.runtime import TIDERuntime
@@ -301,8 +301,8 @@ class Tide:
         units = np.repeat(np.arange(len(windows)), LENGTH)
         said = {"router": np.concatenate(said, 1)}
         mended = ExitScores(ours.config, labels, units, tokens, nothing, said)
-        # As it is, who never leaves gets a token of the state normed twice. Agreement is with the
-        # last row, so that such a token is made wrong for all exits that do not say it.
+        # As it is, a token that never leaves comes from the state normed twice. Agreement is with
+        # the last row, so such a token counts as wrong for all exits that do not predict it.
         return {"mended": mended, "as_it_is": twice_normed(mended, np.concatenate(twice))}
 
     def decoder(self, prompts: list, threshold: float):
@@ -317,7 +317,7 @@ class Tide:
 
 
 def twice_normed(scores, twice: np.ndarray):
-    """Scores in which the full depth's own token may be wrong: an exit of its own at the end."""
+    """Return scores with one more exit at the end, so that the full depth's token may be wrong."""
     import dataclasses
 
     from eejax.models.config import ExitConfig

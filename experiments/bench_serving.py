@@ -1,17 +1,16 @@
-"""Cost of the server: tokens a second through HTTP beside the engine's own, and latency by load.
+"""Cost of the server: tokens a second through HTTP against the engine's own, and latency by load.
 
     eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
     eejax bench serving --workdir=runs/wide --json
 
-`http_over_engine`: --clients clients, each of which asks one request after the other, streamed,
+`http_over_engine`: --clients clients, each of which sends one request after the other, streamed,
 over the same requests through the engine's scheduler without a server; the server, the engine and
-all clients share the cores they are given. Both engines have the same slots, thresholds, drafts and
-steps between two looks of the scheduler; `http_over_default` is over the engine with its own
-default of them. Medians of interleaved pairs after warm-up with 95 % bootstrap intervals.
-
-`load`: seconds to the first token and between tokens, 50th and 99th percentile, where requests come
-by chance (Poisson) at shares of the rate that the clients reached, and where --clients ask without
-a pause. Tokens that come together are 0 s apart.
+all clients share the given cores. Both engines have the same slots, thresholds, drafts and steps
+between two reads of the scheduler; `http_over_default` is over the engine with its own default
+number of steps. Medians of interleaved pairs after warm-up with 95 % bootstrap intervals. `load`:
+seconds to the first token and between tokens, 50th and 99th percentile, where requests arrive at
+random (Poisson) at shares of the rate that the clients reached, and where --clients send without a
+pause. Tokens that come together are 0 s apart.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 _CLIENTS = flags.DEFINE_integer("clients", 16, "Clients, and slots.", lower_bound=1)
 _REQUESTS = flags.DEFINE_integer("requests", 4, "Requests of each client in a run.", lower_bound=1)
 _PAIRS = flags.DEFINE_integer("pairs", 8, "Pairs of runs to time.", lower_bound=2)
-_THRESHOLD = flags.DEFINE_float("threshold", 0.5, "Of all exits.")
+_THRESHOLD = flags.DEFINE_float("threshold", 0.5, "Threshold of all exits.")
 _DRAFTS = flags.DEFINE_integer("drafts", 3, "Tokens that a request drafts.", lower_bound=0)
-_STEPS = flags.DEFINE_integer("steps", 4, "Of the server's engine, as --steps of serve.")
+_STEPS = flags.DEFINE_integer("steps", 4, "Steps of the server's engine, as --steps of serve.")
 _LOADS = flags.DEFINE_list("loads", ["0.25", "0.5", "0.75", "0.9"], "Shares of the rate reached.")
-_SECONDS = flags.DEFINE_float("seconds", 30.0, "Of each load, at least.", lower_bound=1.0)
+_SECONDS = flags.DEFINE_float("seconds", 30.0, "Minimum seconds of each load.", lower_bound=1.0)
 flags.mark_flags_as_required(["workdir"])
 
 PROMPTS, LIMITS = (16, 64), (60, 160)  # tokens, from and to
@@ -77,7 +76,7 @@ def main() -> None:
 
 
 def workload(n: int) -> list[tuple[tuple[int, ...], int]]:
-    """(prompt, tokens to generate) of n requests of unlike lengths, of the run's held-out text."""
+    """Draw (prompt, tokens to generate) of n requests from the run's held-out text."""
     from eejax.train.runs import open_run
 
     split = open_run(_WORKDIR.value).dataset().split("validation")

@@ -1,4 +1,4 @@
-"""Cost of free slots: requests in an engine of many slots, beside one that they fill.
+"""Cost of free slots: requests in an engine of many slots, against one that they fill.
 
     eejax bench slots --json
 
@@ -25,13 +25,13 @@ from eejax.experiments.decode_times import with_layers_of
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 8, "Pairs of runs to time.", lower_bound=2)
 _SLOTS = flags.DEFINE_multi_integer(
-    "slots", [4, 16, 64], "Slots, several times for several sizes.", lower_bound=2
+    "slots", [4, 16, 64], "Slots; repeat the flag for several sizes.", lower_bound=2
 )
 _ACTIVE = flags.DEFINE_multi_integer(
-    "active", [8], "Requests beside free slots, several times for several.", lower_bound=1
+    "active", [8], "Requests beside free slots; repeat the flag for several numbers.", lower_bound=1
 )
 _CONTEXT = flags.DEFINE_integer("context", 256, "Tokens of a slot.", lower_bound=80)
-_NEW = flags.DEFINE_integer("new", 48, "Tokens that a request has in a timed run.", lower_bound=2)
+_NEW = flags.DEFINE_integer("new", 48, "Tokens of a request in a timed run.", lower_bound=2)
 _LAYERS = flags.DEFINE_integer("layers", 30, "Layers.", lower_bound=3)
 
 PROMPT = 64
@@ -72,14 +72,14 @@ def main() -> None:
             "interval": [ratio.low, ratio.high],
             "tokens_per_second": [1 / float(np.median(s)) for s in (filled, free)],
         }
-        launch.say(json.dumps({name: result[kind][n]}))  # what comes later may fail
+        launch.say(json.dumps({name: result[kind][n]}))  # in case a later part fails
     print(table(("", ""), launch.lines(result)))
     if _JSON.value:
         print(json.dumps(result))
 
 
 def build(layers: int):
-    """(config, random parameters) of SmolLM2-135M's shape, with exits after each third."""
+    """Return (config, random parameters) of SmolLM2-135M's shape, with exits after each third."""
     import jax
 
     from eejax.models import params

@@ -1,11 +1,11 @@
-"""Speed of a training step beside transformers, and the memory an early exit adds to it.
+"""Speed of a training step against transformers, and the memory that an early exit adds to it.
 
     eejax bench train --json
 
-needs the peers of `make bench-env`. Both train the same Llama in float32 on the same batch:
-forward, backward, clipping by global norm, AdamW. Steps alternate in one process on the same
-cores, after a check that both models compute the same loss from the same weights. Where JAX is on a
-GPU, so is PyTorch (`peer_device`), and neither multiplies in TF32.
+It needs the peers of `make bench-env`. Both train the same Llama in float32 on the same batch:
+forward, backward, clipping by global norm, AdamW. Steps alternate in one process on the same cores,
+after a check that both models compute the same loss from the same weights. Where JAX is on a GPU,
+so is PyTorch (`peer_device`), and neither multiplies in TF32.
 
 Reported: `train_vs_transformers`, the ratio of tokens/s, exits off (median over pairs of steps,
 with a 95 % bootstrap interval); `exit_temp_bytes_ratio`, the largest growth of XLA's temporary
@@ -25,10 +25,10 @@ from eejax.experiments import launch, peer_device
 
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 _PAIRS = flags.DEFINE_integer("pairs", 20, "Pairs of steps to time.", lower_bound=2)
-_WARMUP = flags.DEFINE_integer("warmup", 3, "Pairs of steps before those.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", None, "Cores for both; by default all there are.")
+_WARMUP = flags.DEFINE_integer("warmup", 3, "Pairs of warm-up steps.", lower_bound=1)
+_THREADS = flags.DEFINE_integer("threads", None, "Cores for both; by default all.")
 _REMAT = flags.DEFINE_string("remat", "dots", "Activation policy of the training step.")
-_MAX_EXITS = flags.DEFINE_integer("max_exits", 3, "Most early exits to measure.", lower_bound=1)
+_MAX_EXITS = flags.DEFINE_integer("max_exits", 3, "Maximum number of early exits.", lower_bound=1)
 
 LAYERS, D, HEADS, D_FF, VOCAB, BATCH, LENGTH = 6, 384, 6, 1024, 8192, 8, 256
 RATE, BETAS, EPS, DECAY, CLIP = 3e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def model_config(exits: int):
-    """The model with early exits (norm, tied head) after layers 1, 2, ...; 0: exits off."""
+    """Return the model with early exits (norm, tied head) after layers 1, 2, ...; 0 has none."""
     from eejax.models.config import ExitConfig, ModelConfig
 
     return ModelConfig(
@@ -83,7 +83,7 @@ def model_config(exits: int):
 
 
 def build(exits: int):
-    """(config, compiled-on-call step, optimiser, mesh)."""
+    """Return (config, compiled-on-call step, optimiser, mesh)."""
     from eejax.losses import schedules
     from eejax.models import params
     from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -109,7 +109,7 @@ def build(exits: int):
 
 
 def temporary_bytes(exits: int) -> int:
-    """XLA's temporary memory of the whole training step, without running it."""
+    """Return XLA's temporary memory of the whole training step, without running it."""
     import jax
 
     from eejax.train import state
@@ -121,7 +121,7 @@ def temporary_bytes(exits: int) -> int:
 
 
 def time_pairs(threads: int, device: str) -> tuple[np.ndarray, np.ndarray, tuple[float, float]]:
-    """Seconds of our steps and theirs, pair by pair, and each side's loss before its first."""
+    """Time our steps and theirs pair by pair, and return each side's loss before its first too."""
     import jax
     import torch
 
@@ -169,7 +169,7 @@ def time_pairs(threads: int, device: str) -> tuple[np.ndarray, np.ndarray, tuple
 
 
 def peer(params):
-    """transformers' Llama with our weights (those of a tied head)."""
+    """Return transformers' Llama with our weights (those of a tied head)."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -207,7 +207,7 @@ def peer(params):
 
 
 def summary(ours: np.ndarray, theirs: np.ndarray) -> dict:
-    """Ratio of tokens/s with its interval, and both speeds."""
+    """Return the ratio of tokens/s with its interval, and both speeds."""
     from eejax.analysis import median_ratio
 
     ratio = median_ratio(theirs, ours)

@@ -33,7 +33,9 @@ def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
         except (ValueError, RecursionError):
             continue
     else:
-        raise DataError(f"{path}: is no JSON. Give the output of score_tasks --json or of lm_eval.")
+        raise DataError(
+            f"{path}: is not JSON. Give the output of score_tasks --json or of lm_eval."
+        )
     allowed = 'must have "rows" (score_tasks --json) or "results" (lm_eval --output_path)'
     if not isinstance(found, dict) or not {"rows", "results"} & {*found}:
         raise DataError(f"{path}: {allowed}.")
@@ -53,7 +55,7 @@ def read_scores(path: str | os.PathLike, model: str) -> list[BenchmarkScore]:
         raise DataError(f"{path}: {allowed} ({error!r}).") from error
     if not any(score.layers == 0 for score in scores):
         wanted = ", ".join((*SCORES, *PERPLEXITIES))
-        raise DataError(f"{path}: has no score of the whole model; wanted is one of {wanted}.")
+        raise DataError(f"{path}: has no score of the whole model; it must have one of {wanted}.")
     return scores
 
 
@@ -63,7 +65,7 @@ def _task_scores(
     found: dict[tuple[str, str], BenchmarkScore] = {}
     for task, values in tasks.items():
         for name, value in values.items():
-            metric = name.partition(",")[0]  # behind the comma stands lm-eval's filter
+            metric = name.partition(",")[0]  # lm-eval's filter follows the comma
             known = metric in SCORES or metric in PERPLEXITIES
             if not known or isinstance(value, bool) or not isinstance(value, int | float):
                 continue
@@ -71,7 +73,7 @@ def _task_scores(
                 value = float(value)
             except OverflowError:
                 value = math.inf
-            # ROUGE is given in percent by some tasks.
+            # Some tasks give ROUGE in percent.
             value = value / 100 if metric.startswith("rouge") and value > 1 else value
             score = BenchmarkScore(model, layers, task, metric, value)
             try:

@@ -1,20 +1,20 @@
-"""Train routers for a trained or imported model; they decide for every token where it may leave.
+"""Train routers for a trained or imported model; they decide for every token where it leaves.
 
     eejax import-hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
         --source='texts/*.txt'
     eejax calibrate --base=runs/tinylm --every=1 --workdir=runs/routed
     eejax generate --workdir=runs/routed --gate=router --prompt='ROMEO:'
 
-Nothing of the model is changed. Where it has no exits it gets training-free ones, its own final
-norm and head, at every --every-th boundary; --boundaries says where else, and exits that were tuned
-(eejax tune) are given routers as they are. Text is run through the model once; a tenth
-of it chooses the best epoch of every router, and by another tenth they are judged: how well a
-router tells who may leave (AUC), how far its confidence is from the share that is right (error),
-and what thresholds for an agreement with the full model save. One threshold for all exits comes
-with a promise (Learn-then-Test): on windows to come at most 5 % of the tokens change, but for a
-chance of 10 %, if they are drawn as those judged were. --workdir keeps exits and routers and takes
-the rest from --base. The same command goes on where it was killed. With --json the last line
-printed is one JSON object.
+The model itself is not changed. If it has no exits it gets training-free ones, with its own final
+norm and head, at every --every-th boundary; --boundaries chooses other boundaries, and tuned exits
+(eejax tune) get routers as they are. Text is run through the model once. A tenth of it chooses the
+best epoch of every router, and another tenth judges the routers: how well a router predicts which
+tokens may leave (AUC), how far its confidence is from the share that is right (error), and how much
+thresholds for an agreement with the full model save. One threshold for all exits comes with a
+guarantee (Learn-then-Test): with a probability of 90 %, at most 5 % of the tokens of future windows
+change, if those are drawn as the judged ones were. --workdir keeps exits and routers and takes the
+rest from --base. After a kill the same command resumes. With --json the last line printed is one
+JSON object.
 """
 
 from __future__ import annotations
@@ -33,24 +33,24 @@ from eejax.common.paths import expanded
 from eejax.experiments import launch
 
 _BASE = flags.DEFINE_string("base", None, "The run whose model gets routers.")
-_STEP = flags.DEFINE_integer("step", None, "Which checkpoint of it; the newest by default.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run that is made.")
+_STEP = flags.DEFINE_integer("step", None, "Checkpoint of the base; the newest by default.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the new run.")
 _SOURCE = flags.DEFINE_list("source", None, "Text files or globs; the base's by default.")
-_EVERY = flags.DEFINE_integer("every", 4, "An exit every so many layers, where the model has none.")
-_BOUNDARIES = flags.DEFINE_list("boundaries", None, "Boundaries of the exits to get routers.")
+_EVERY = flags.DEFINE_integer("every", 4, "Layers between exits, for a model without exits.")
+_BOUNDARIES = flags.DEFINE_list("boundaries", None, "Boundaries of the exits that get routers.")
 _WIDTH = flags.DEFINE_integer("width", 128, "Bottleneck of a router: TIDE has 64, 128 or 256.")
-_LABEL = flags.DEFINE_enum("label", "top1", ["top1", "cosine", "kl"], "Who should leave.")
-_BOUND = flags.DEFINE_list("bound", None, "Of cosine (0.98) or kl (0.1); one, or one an exit.")
+_LABEL = flags.DEFINE_enum("label", "top1", ["top1", "cosine", "kl"], "Which tokens should leave.")
+_BOUND = flags.DEFINE_list("bound", None, "Bound of cosine (0.98) or kl (0.1): one, or one an exit")
 _TOKENS = flags.DEFINE_integer(
-    "tokens", 200_000, "Most tokens of text, evenly spread.", lower_bound=1
+    "tokens", 200_000, "Maximum tokens of text, evenly spread.", lower_bound=1
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over them in training.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the training, and of what is held out.")
+_EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over the tokens in training.")
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of the training and of the held-out windows.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["base", "workdir"])
 
 AGREEMENTS = (0.99, 0.95, 0.9)
-DELTA, EPSILON = 0.05, 0.1  # share of changed tokens that is promised, and chance of more
+DELTA, EPSILON = 0.05, 0.1  # guaranteed share of changed tokens, and the chance of more
 BATCH = 16
 
 
@@ -88,7 +88,7 @@ def main() -> None:
                 about={"text": fingerprint, "step": model.step},
                 watch=launch.say,
             )
-        except DataError:  # more text or another label is another calibration
+        except DataError:  # with more text or another label a new calibration begins
             shutil.rmtree(workdir / "calibration", ignore_errors=True)
             raise
         save_tokenizer(model.tokenizer, workdir / "tokenizer")
@@ -140,10 +140,10 @@ def main() -> None:
 
 
 def experiment(run, config):
-    """The base's experiment for the model with its routers.
+    """Return the base's experiment for the model with its routers.
 
-    It names no base of its own: the weights come from the overlay's run, and an experiment that
-    would train exits with routers is refused.
+    It names no base: the weights come from the overlay's run, and an experiment that would train
+    exits with routers is refused.
     """
     from eejax.train.config import ExitWeights, TuneConfig
 
@@ -155,7 +155,7 @@ def experiment(run, config):
 
 
 def text(run, workdir: pathlib.Path):
-    """(batches of the text to calibrate on, its fingerprint)."""
+    """Return (batches of the text to calibrate on, its fingerprint)."""
     from eejax import data
     from eejax.common.errors import DataError
     from eejax.train import inputs
@@ -170,7 +170,7 @@ def text(run, workdir: pathlib.Path):
         except DataError as error:
             raise DataError(f"--source = {','.join(_SOURCE.value)!r}: {error}") from error
     else:
-        launch.check_own_text(run.model.metadata, config.source, run.workdir)
+        launch.require_text(run.model.metadata, config.source, run.workdir)
         own = (config.source,) if isinstance(config.source, str) else config.source
         print(f"text: {', '.join(own)} (the base's)")
         try:
@@ -188,7 +188,7 @@ def text(run, workdir: pathlib.Path):
 
 
 def exact(threshold: float) -> str:
-    """Return the shortest text that is read as the same float32.
+    """Return the shortest text that reads as the same float32.
 
     Rounded, 0.99997 would be 1, at which no token leaves, and other values would let more tokens
     leave than were judged.
@@ -197,7 +197,7 @@ def exact(threshold: float) -> str:
 
 
 def clean(values: dict) -> dict:
-    """JSON has no NaN."""
+    """Replace NaN by None, since JSON has no NaN."""
 
     def nan(v):
         return isinstance(v, float) and math.isnan(v)
@@ -264,4 +264,4 @@ def draw(found, points, workdir: pathlib.Path) -> list[pathlib.Path]:
 
 
 if __name__ == "__main__":
-    launch.run(main, interrupted="interrupted: the same command goes on where it was")
+    launch.run(main, interrupted="interrupted: the same command resumes")

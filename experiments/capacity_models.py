@@ -1,4 +1,4 @@
-"""The models whose loading HELIOS measures, up to an exit, and the requests that fit beside them.
+"""Models whose partial loading HELIOS measures, and the requests that fit beside them.
 
 Everything is computed from abstract shapes (`eejax.inference.capacity`): nothing is allocated.
 """
@@ -35,7 +35,7 @@ def models() -> dict:
 
 
 def llama(layer: int, size: dict):
-    """Llama 2 with one early exit, which shares the head as LayerSkip's exits do."""
+    """Return Llama 2 with one early exit, which shares the head as LayerSkip's exits do."""
     from eejax.models.config import ExitConfig, ModelConfig
 
     exits = (ExitConfig(layer, norm=False, head="shared"),)
@@ -43,14 +43,18 @@ def llama(layer: int, size: dict):
 
 
 def depths(config, layer: int) -> dict[str, int]:
-    """Number of segments of the whole model, and of the part that ends at a layer."""
+    """Return the number of segments of the whole model, and of the part that ends at a layer."""
     return {"whole": config.n_exits + 1, "part": config.exit_boundaries.index(layer) + 1}
 
 
 def requests_that_fit(config, layer: int, context: int, budget: float, can_deepen: bool) -> dict:
-    """Bytes of the whole model and of its part up to a layer, and the requests beside each.
+    """Count the requests that fit beside the whole model and beside its part up to a layer.
+
+    The result also has the bytes of both.
 
     Args:
+      config: the model.
+      layer: the layer at which the part ends.
       context: tokens that a request has room for.
       budget: bytes for weights and requests.
       can_deepen: whether the part keeps what it needs to be given more layers while requests run.

@@ -16,24 +16,24 @@ ELEMENTS = {"bfloat16": "bf16", "float16": "f16", "float32": "f32"}
 
 
 def cache_type(config: Any, batch: int, length: int) -> str:
-    """XLA's type of a layer's keys or values of `length` positions, of `batch` sequences."""
+    """Return XLA's type of a layer's keys or values, [batch, length] positions."""
     sizes = batch * config.n_kv_heads, length, config.head_dim
     return f"{ELEMENTS[config.dtype]}[{','.join(map(str, sizes))}]"
 
 
 def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
-    """Choose what a step takes when everybody goes on with one row, or leaves by the first exit.
+    """Choose the branches of a step where all requests continue with one row, or all leave early.
 
-    Of a conditional whose first branch has no products the first is to do nothing. One that gives
-    caches is of a segment, which is run unless all have left; `propagate` then fills its caches.
-    Any other is of an exit's head, which is run until somebody has left. Every other conditional
-    takes its dearest branch.
+    A conditional whose first branch has no products takes it where there is nothing to do. One that
+    returns caches belongs to a segment, which runs unless all have left; `propagate` then fills its
+    caches. Any other belongs to an exit's head, which runs until a request has left. Every other
+    conditional takes its dearest branch.
 
     Args:
       kind: as `CardProgram.kind`.
       batch: rows of a step.
       cache: type of a cache's buffer.
-      leaves: whether everybody leaves by the first exit.
+      leaves: whether all requests leave by the first exit.
 
     Returns:
       a function for `hlo_cost.estimate`.
@@ -52,7 +52,7 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
             if kind == "propagate":
                 return by_flops[0 if leaves else -1]
             least = costs[by_flops[0]]
-            # Of a segment, whose rows run in place, or of prompts, which do not run here.
+            # A segment's conditional, whose rows run in place, or the prompts', which do not run.
             few = len(rest) > 1 or least.flops / max(least.bytes, 1.0) <= 1.5 * max(batch, 2)
             runs, begun[0] = few and not (leaves and begun[0]), True
             return IN_PLACE if runs else 0
@@ -65,7 +65,7 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
 
 
 def regrouped(shape: Sequence[int]) -> set[tuple[int, ...]]:
-    """All shapes of an array whose axes are put in any order and then merged with neighbours."""
+    """Return all shapes of an array whose axes are permuted and then merged with neighbours."""
     found = set()
     for order in itertools.permutations(n for n in shape if n > 1):
         for cuts in itertools.product((False, True), repeat=max(len(order) - 1, 0)):
@@ -77,7 +77,7 @@ def regrouped(shape: Sequence[int]) -> set[tuple[int, ...]]:
 
 @functools.cache
 def parameter_shapes(config: Any) -> frozenset[tuple[int, ...]]:
-    """Shapes that a parameter, its gradient or its moments can have: stacked, or one layer's."""
+    """Return possible shapes of parameters, gradients and moments: stacked, or one layer's."""
     import jax
 
     from eejax.models import params
@@ -92,16 +92,16 @@ def parameter_shapes(config: Any) -> frozenset[tuple[int, ...]]:
 
 
 def are_scores(shape: Sequence[int], length: int, config: Any, one_query: bool = False) -> bool:
-    """Tell whether an array may hold attention's scores [..., queries, keys].
+    """Return whether an array may hold attention's scores [..., queries, keys].
 
-    Keys are all `length` positions, or a quarter, half or three quarters of them. In front of the
+    Keys are all `length` positions, or a quarter, half or three quarters of them. Before the
     queries are heads, of any number of sequences. Parameters' shapes do not count.
 
     Args:
-      shape: the array's.
+      shape: the array's shape.
       length: positions that attention reads.
-      config: the model's.
-      one_query: whether [..., keys] counts, too, as where each sequence has one query.
+      config: the model's configuration.
+      one_query: whether [..., keys] counts too, for sequences of one query each.
     """
     if len(shape) < (2 if one_query else 3):
         return False
@@ -113,9 +113,9 @@ def are_scores(shape: Sequence[int], length: int, config: Any, one_query: bool =
 
 
 def scores(program: Any, length: int, config: Any, one_query: bool = False) -> int:
-    """Find the bytes of the largest float32 array that may be attention's (`are_scores`).
+    """Return the bytes of the largest float32 array that may be attention's (`are_scores`).
 
-    What cuDNN's attention says of each row's softmax is none.
+    The statistics of each row's softmax that cuDNN's attention writes do not count.
     """
     from eejax.analysis import hlo
 
@@ -134,10 +134,10 @@ def scores(program: Any, length: int, config: Any, one_query: bool = False) -> i
 
 
 def weights_written(program: Any, body: str, config: Any) -> int:
-    """Find the bytes that a step writes in shapes of MLPs' matrices.
+    """Return the bytes that a step writes in shapes of MLPs' matrices.
 
-    They are copies: a matrix put in another order, or padded to a multiple of 64 columns or rows,
-    which is to be done once, where a model is loaded.
+    They are copies: a matrix in another order, or padded to a multiple of 64 columns or rows. Such
+    work belongs where a model is loaded, once.
     """
     from eejax.analysis import hlo
 

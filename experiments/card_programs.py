@@ -1,7 +1,7 @@
 """Programs for a GPU, compiled without one.
 
-They need the compiler in JAX's CUDA plugin. `card_figures` reads them, `gpu_programs` prints what
-they hold, `gpu_check` runs their like on a card.
+They need the compiler in JAX's CUDA plugin. `card_figures` reads them, `gpu_programs` prints their
+figures, `gpu_check` runs similar ones on a card.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ GRAPHS = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,WHILE"
 }
-"""XLA's option by which loops, too, become parts of CUDA graphs."""
+"""XLA's option that makes loops, too, parts of CUDA graphs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,10 +23,13 @@ class ModelSize:
     """A model's size and its exits.
 
     Attributes:
-      layers, width, heads, inner, vocabulary: as `ModelConfig`'s n_layers, d_model, n_heads, d_ff
-        and vocab_size.
+      layers: `ModelConfig`'s n_layers.
+      width: `ModelConfig`'s d_model.
+      heads: `ModelConfig`'s n_heads.
+      inner: `ModelConfig`'s d_ff.
+      vocabulary: `ModelConfig`'s vocab_size.
       exits: boundaries of the early exits.
-      kv_heads: heads of keys and values; None: as many as heads.
+      kv_heads: heads of keys and values; None for as many as heads.
     """
 
     layers: int = 24
@@ -65,11 +68,11 @@ class Compiled:
     """A program compiled for a card.
 
     Attributes:
-      text: the compiled program's.
+      text: text of the compiled program.
       memory: XLA's figures.
       floor: bytes that a step must move: weights, keys and values once.
       flops: operations that a training step must do.
-      config: the model's.
+      config: the model's configuration.
       length: positions that attention reads, of texts or of a cache.
     """
 
@@ -93,13 +96,18 @@ def decoding(
     steps: int = 16,
     threshold: float = 0.5,
 ):
-    """Compile a decoding loop, or the pass of prompts of `prompt` tokens where it is given.
+    """Compile a decoding loop, or the pass of prompts of `prompt` tokens if that is given.
 
     Args:
+      card: the card.
+      config: the model.
+      batch: number of sequences.
       cache: positions of the caches.
-      engine: name of an engine; without effect where `options` are given.
+      engine: name of an engine; without effect if `options` are given.
       options: `EngineOptions` in place of an engine's name.
+      prompt: tokens of a prompt, 0 for a decoding loop.
       steps: steps of the loop.
+      threshold: threshold of the exits.
     """
     import jax
     import jax.numpy as jnp
@@ -149,8 +157,11 @@ def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[A
     """Return the weights and the state of an engine with slots as shapes, and its options.
 
     Args:
-      context: most tokens of a request.
-      options: `EngineOptions`, in which what depends on slots, model and card may be open.
+      card: the card.
+      config: the model.
+      slots: number of slots.
+      context: maximum tokens of a request.
+      options: `EngineOptions`; settings that depend on slots, model and card may be open.
     """
     import jax
 
@@ -175,7 +186,7 @@ def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[A
             config=config,
             options=options,
             slots=slots,
-            # As `EarlyExitEngine.start`.
+            # As in `EarlyExitEngine.start`.
             length=context + max(SPAN, options.cap, min(PROMPT_SPAN, options.chunk)),
             context=context,
         )
@@ -186,8 +197,11 @@ def slots(card, config, *, slots: int, cache: int, options: Any = None):
     """Compile the loop of an engine whose requests join and leave.
 
     Args:
-      cache: most tokens of a request.
-      options: `EngineOptions`; None: the default ones.
+      card: the card.
+      config: the model.
+      slots: number of slots.
+      cache: maximum tokens of a request.
+      options: `EngineOptions`; None for the default ones.
     """
     import jax
     import jax.numpy as jnp
@@ -208,7 +222,7 @@ def slots(card, config, *, slots: int, cache: int, options: Any = None):
 
 
 def train_step(config, mesh, remat: str = "dots", microbatches: int = 1):
-    """Make a step of AdamW: (function of a state and a batch, optimiser)."""
+    """Return a step of AdamW: (function of a state and a batch, optimiser)."""
     from eejax.losses import schedules
     from eejax.models import params
     from eejax.train import optimizer, step
@@ -289,7 +303,7 @@ class CardProgram:
     """A program to compile for a card.
 
     Attributes:
-      name: what it is called where it is shown.
+      name: its displayed name.
       kind: an engine's name for its decoding loop, "prompts" or "training".
       batch: sequences, or slots.
       build: function of the card that compiles it.

@@ -1,4 +1,4 @@
-"""End quietly once nobody reads standard output, as in `eejax --help | head`."""
+"""Quiet end of a process whose standard output is closed, as in `eejax --help | head`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 def ends_quietly() -> Iterator[None]:
     """End the process with status 1, and without a message, when it writes to a closed output.
 
-    What ends the block otherwise keeps its message and its status.
+    Any other error that ends the block keeps its message and its status.
     """
     try:
         yield
@@ -21,5 +21,5 @@ def ends_quietly() -> Iterator[None]:
     finally:
         try:
             print(end="", flush=True)
-        except BrokenPipeError:  # Python flushes it once more at its end, and would complain
+        except BrokenPipeError:  # Python flushes it once more at exit, and would print an error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

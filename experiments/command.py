@@ -1,4 +1,4 @@
-"""The command `eejax`: `eejax train --config=quickstart ...` runs the launcher of that name.
+"""Command `eejax`: `eejax train --config=quickstart ...` runs the launcher of that name.
 
 Only the named launcher is imported, so `eejax --help` needs no JAX.
 """

@@ -1,4 +1,4 @@
-"""An error of a config file in one line: the file, the line, what is wrong there and the fix."""
+"""One-line message for an error of a config file: the file, the line, the problem and the fix."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TYPE = re.compile(
 
 
 def located(error: BaseException, path: str) -> str | None:
-    """Describe an error that was raised while the file `path` ran, or say None of any other.
+    """Describe an error that was raised while the file `path` ran; None for any other error.
 
-    ml_collections and absl raise errors of their own in the place of the file's, so the first one
-    of the chain that has a line of the file counts.
+    ml_collections and absl raise errors of their own in place of the file's, so the first error of
+    the chain with a line of the file counts.
     """
     chain: list[BaseException] = []
     while error is not None:
@@ -41,13 +41,13 @@ def with_line(error: str, path: str, overridden: Iterable[str] = ()) -> str:
     """Add the line of the file that sets a field to an error that begins with the field's name.
 
     The error stays as it is unless exactly one line has the name, as a word of the code or as a
-    string of its own, and where the file is not to blame: it lacks the field, or the command line
-    overrides it.
+    string of its own. It also stays where the file is not to blame: it lacks the field, or the
+    command line overrides it.
 
     Args:
-      error: the message, as `train.steps = 0: must be ...`.
+      error: the message, such as `train.steps = 0: must be ...`.
       path: the config file.
-      overridden: fields that the command line sets, as `train.steps`.
+      overridden: fields that the command line sets, such as `train.steps`.
     """
     found = re.match(r"(?:\w+\.)*([A-Za-z_]\w*) ?[=:](?! missing\b)", error)
     if found is None or found[1] in {field.rpartition(".")[2] for field in overridden}:
@@ -104,7 +104,7 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, NameError):
         return f"{text}. Define it, or import it"
     if isinstance(error, ImportError):
-        return f"{text}. Install it, or mend the import"
+        return f"{text}. Install it, or fix the import"
     if isinstance(error, OSError) or type(error).__module__.startswith("eejax"):
         return text
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -120,7 +120,7 @@ def _file_error(text: str, path: str) -> str | None:
     if "Flag --config must have a value other than None" in text:
         return returns(path, "NoneType")
     if "null bytes" in text:
-        return f"{path}: holds null bytes, so it is no Python file."
+        return f"{path}: holds null bytes, so it is not a Python file."
     if found := re.search(r"get_config\(\) (missing|takes) [^:\n]*", text):
         return f"{path}: {found[0].strip()}. {define}"
     return None

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 import numpy as np
 
 MAX_PROBABILITY = "max_probability"
-CHECKED = 2  # prompts that the real `pipelined` goes on from
+CHECKED = 2  # prompts that the real `pipelined` continues
 TIE = 1e-4  # the oracle's margin below which rounding may decide
 
 
 class TimedDecoding:
-    """Decoding alone: `start` takes a prompt up to its first token, `finish` does the rest."""
+    """Timing of decoding alone: `start` runs a prompt up to its first token, `finish` the rest."""
 
     def __init__(self, generator, prompts, new: int, **kwargs):
         self.generator, self.prompts, self.new, self.kwargs = generator, prompts, new, kwargs
@@ -31,8 +31,10 @@ class TimedDecoding:
 
 
 def with_layers_of(one, other):
-    """The other generator, reading the very arrays of one's layers: copies that lie elsewhere in
-    memory are read at speeds that differ by some percent."""
+    """Return the other generator, reading the same arrays of layers as `one`.
+
+    Copies elsewhere in memory are read at speeds that differ by some percent.
+    """
     layers = iter([layer for segment in one.weights.segments for layer in segment])
     segments = tuple(tuple(next(layers) for _ in segment) for segment in other.weights.segments)
     return dataclasses.replace(other, weights=other.weights.replace(segments=segments))
@@ -41,8 +43,10 @@ def with_layers_of(one, other):
 def measure(
     model, thresholds: Sequence[float], prompts: list, new: int, pairs: int, gate=MAX_PROBABILITY
 ):
-    """(seconds [1 + thresholds, pairs], and as many lists of results, one for each prompt) of
-    `full`, then of `recompute` at each threshold of a gate."""
+    """Time `full`, then `recompute` at each threshold of a gate.
+
+    Returns seconds [1 + thresholds, pairs], and for each the list of results, one for each prompt.
+    """
     from eejax.analysis import interleave
     from eejax.inference import Generator
 
@@ -92,7 +96,7 @@ def simulate(
     from eejax.inference import latency
     from eejax.pipeline.partition import EVEN, partition
 
-    if threshold == 1:  # exits that cannot fire are not asked
+    if threshold == 1:  # exits that cannot fire are not evaluated
         exits = (*(0.0 for _ in config.exits), times.exits[-1])
         times = dataclasses.replace(times, exits=exits)
 
@@ -111,9 +115,9 @@ def simulate(
 def compared(model, stages: int, prompts: list, results, thresholds: Sequence[float]) -> dict:
     """Compare texts of the real `pipelined` with `recompute`'s at every threshold.
 
-    differ: tokens that are not the same from the same exit. near_ties: texts that differ where
-    rounding may have decided, as the oracle's own margin is below `TIE` at the first token that
-    differs from it. others: the rest.
+    The result has differ, the number of tokens that do not have the same value and exit; near_ties,
+    texts that differ where rounding may have decided, as the oracle's own margin is below `TIE` at
+    the first token that differs from it; and others, the rest.
     """
     from eejax.inference import Generator, PipelinedGenerator
     from eejax.sharding.mesh import MeshConfig
@@ -137,5 +141,5 @@ def compared(model, stages: int, prompts: list, results, thresholds: Sequence[fl
 
 
 def unlike(one, other) -> np.ndarray:
-    """[n] tokens of two results' first requests that differ, or left by other exits."""
+    """Return [n], the tokens of two results' first requests that differ, or left by other exits."""
     return (one.tokens[0] != other.tokens[0]) | (one.exits[0] != other.exits[0])

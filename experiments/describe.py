@@ -1,12 +1,12 @@
-"""Describe an experiment and what it would take, without running it.
+"""Describe an experiment and what it takes, without running it.
 
     eejax describe --config=configs/ee_llm_7b.py [--compile] [--json]
 
-Parameters by part, floating-point operations, tokens, and the memory of each device of the
-configured mesh: the state exactly, the rest estimated (eejax.train.memory). All of it comes from
-shapes, so that it needs neither the mesh nor the memory. With --compile the training step is
-compiled here for that many devices and XLA's own figures are added; large models take minutes.
-With --json the last line is one JSON object.
+It prints parameters by part, floating-point operations, tokens, and the memory of each device of
+the configured mesh: the state exactly, the rest estimated (eejax.train.memory). Everything comes
+from shapes, so it needs neither the mesh nor the memory. With --compile the training step is
+compiled here for that many devices and XLA's own figures are added; large models take minutes. With
+--json the last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 flags.mark_flags_as_required(["config"])
 
 
-COSTLY = 0.2  # share of a step from which the heads of early exits are spoken of
+COSTLY = 0.2  # minimum share of a step at which the heads of early exits are mentioned
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def parameters(model) -> dict[str, int]:
-    """Numbers of parameters by part of the model, and their sum as "total"."""
+    """Return the number of parameters by part of the model, and their sum as "total"."""
     from eejax.common.trees import size
     from eejax.models import params
 
@@ -81,7 +81,7 @@ def parameters(model) -> dict[str, int]:
 
 
 def compute(experiment) -> dict[str, float]:
-    """Tokens and model FLOPs, forward and backward (eejax.train.flops)."""
+    """Return tokens and model FLOPs, forward and backward (eejax.train.flops)."""
     from eejax.train.flops import exit_heads_flops_per_token, model_flops_per_token
 
     train, length = experiment.train, experiment.data.length

@@ -1,10 +1,10 @@
-"""Loss, perplexity and bits per byte of every exit of a trained model.
+"""Measure loss, perplexity and bits per byte of every exit of a trained model.
 
     eejax evaluate --workdir=runs/quickstart
     eejax evaluate --workdir=runs/quickstart --text='books/*.txt'
 
-Without --text the run's own validation split is taken, all of it. The last line printed is one
-JSON object. Several processes (docs/SCALING.md) take each batch on all of their devices.
+Without --text the text is the run's own validation split, all of it. The last line printed is one
+JSON object. Several processes (docs/SCALING.md) run each batch on all of their devices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eejax.train.runs import open_run
 
 _RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
 _TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to evaluate on instead.")
-_BATCHES = flags.DEFINE_integer("batches", None, "At most so many batches.", lower_bound=1)
+_BATCHES = flags.DEFINE_integer("batches", None, "Maximum number of batches.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences at a time.", lower_bound=1)
 launch.define_processes()
 
@@ -49,7 +49,7 @@ def main() -> None:
             )
             batches = [(1.0, (inputs.strip(batch, config.document_masks) for batch in batches))]
         else:
-            launch.check_own_text(model.metadata, config.source, _RUN["workdir"], "text")
+            launch.require_text(model.metadata, config.source, _RUN["workdir"], "text")
             batches = inputs.held_out(config, run.dataset(), _BATCH_SIZE.value, _BATCHES.value)
         own = f"the run's held-out part of {config.source}"
         launch.say(f"evaluating on {', '.join(_TEXT.value) or own} ...")

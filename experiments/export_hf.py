@@ -14,10 +14,10 @@ from eejax.experiments import field_flags, launch
 from eejax.train.runs import open_run
 
 _RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
-_OUTPUT = flags.DEFINE_string("output", None, "The folder, which must not be there yet.")
+_OUTPUT = flags.DEFINE_string("output", None, "The folder, which must not exist yet.")
 _FAMILY = flags.DEFINE_string("family", None, "Its model_type; by default the first that fits.")
 _DTYPE = flags.DEFINE_enum(
-    "dtype", "float32", ["float32", "bfloat16", "float16"], "Of the weights written."
+    "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the written weights."
 )
 flags.mark_flag_as_required("output")
 
@@ -28,7 +28,7 @@ def main() -> None:
 
     model = _RUN().model
     known = model.metadata.get("pretrained", {}).get("family")
-    known = known if known in FAMILIES else None  # one that was recognised is written as another
+    known = known if known in FAMILIES else None  # some recognised families are written as another
     with launch.flags_named({}):
         family = save_pretrained(
             _OUTPUT.value,

@@ -1,7 +1,7 @@
-"""Flags that are derived from what they set: fields of a dataclass, or parameters of a function.
+"""Flags that are derived from declarations: fields of a dataclass, or parameters of a function.
 
 A setting has its type, range, choices, default and description where it is declared, and a launcher
-names the settings that are flags of it.
+names the settings for which it has flags.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class FlagGroup:
     """Flags of some settings of a declaration.
 
     `group["threshold"]` is the value of a setting's flag, and `group()` calls the declaration with
-    the values of all.
+    the values of all flags.
     """
 
     def __init__(self, declared: Callable[..., Any], flags_by_setting: Mapping[str, _SettingFlag]):
@@ -42,12 +42,12 @@ class FlagGroup:
         return self._flags[setting].value
 
     def __call__(self, *arguments: Any, **others: Any) -> Any:
-        """Call the declaration with the values of the flags, and others. Errors name the flag."""
+        """Call the declaration with the flags' values and further ones. Errors name the flag."""
         with self.named():
             return self._declared(*arguments, **(self.values() | others))
 
     def values(self) -> dict[str, Any]:
-        """Return values by setting, without settings of a `TypedDict` that are not given."""
+        """Return values by setting, without settings of a `TypedDict` that have no value."""
         found = {setting: self[setting] for setting in self._flags}
         if typing.is_typeddict(self._declared):
             return {setting: value for setting, value in found.items() if value is not None}
@@ -58,12 +58,12 @@ class FlagGroup:
         """Names of the flags by setting."""
         return {setting: flag.holder.name for setting, flag in self._flags.items()}
 
-    def given(self) -> list[str]:
+    def on_command_line(self) -> list[str]:
         """Return the names of the flags that are on the command line."""
         return [flag.holder.name for flag in self._flags.values() if flag.holder.present]
 
     def named(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which errors name the flag in the place of the setting."""
+        """Return a context in which errors name the flag in place of the setting."""
         return launch.flags_named(self.names)
 
 
@@ -85,9 +85,9 @@ def define(
     Args:
       declared: a dataclass, a `TypedDict` or a function. Its docstring describes the settings.
       settings: their names, or a mapping from them to the names of their flags.
-      defaults: of settings for which a launcher prefers another default than the declared one.
+      defaults: defaults of a launcher that differ from the declared ones, by setting.
       helps: descriptions of settings that mean something else in a launcher.
-      lists: settings of one value or several, of which the flag takes several, separated by commas.
+      lists: settings of one value or several, whose flag takes values separated by commas.
       repeated: settings of several values whose flag is repeated for each.
       note: beginning of all descriptions.
 
@@ -111,7 +111,7 @@ def define(
 
 
 def descriptions(declared: Any) -> dict[str, str]:
-    """Return what docstrings say of settings: `name: text` below "Args:" or "Attributes:".
+    """Return the descriptions of settings, `name: text` below "Args:" or "Attributes:".
 
     Those of a base class count, and for a method also those of its class.
     """
@@ -137,7 +137,7 @@ def _defaults(declared: Any) -> dict[str, Any]:
 
 
 def _sentence(text: str) -> str:
-    """Return a description as a sentence, without shapes as [b, E] and marks of code."""
+    """Return a description as a sentence, without shapes such as [b, E] and without backticks."""
     text = re.sub(r" \[[a-zA-Z](?:, [a-zA-Z])*\]", "", " ".join(text.split()))
     text = text.replace("`", "").removesuffix(".")
     return f"{text[0].upper()}{text[1:]}."
@@ -145,14 +145,14 @@ def _sentence(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _FlagType:
-    """The values that a flag takes.
+    """Kinds of values that a flag takes.
 
     Attributes:
-      scalar: bool, int, float or str, of one value; None where there have to be several.
-      element: int, float or str, of one of several values; None where there is one.
-      words: choices, beside numbers where there is a `scalar`.
+      scalar: bool, int, float or str, for one value; None where there must be several.
+      element: int, float or str, the type of each of several values; None for one value.
+      words: choices, beside numbers if there is a `scalar`.
       limits: range of a number.
-      repeated: several values come by as many flags, not by commas.
+      repeated: whether several values come from repeated flags, not from commas.
     """
 
     scalar: type | None = None
@@ -195,11 +195,11 @@ class _FlagType:
         if self.words or self.scalar is str:
             return flags.DEFINE_string(name, None if default is None else str(default), text)
         make = flags.DEFINE_integer if self.scalar is int else flags.DEFINE_float
-        # Open ends of a range are for the declaration to check.
+        # The declaration checks open ends of a range.
         return make(name, default, text, lower_bound=self.limits.ge, upper_bound=self.limits.le)
 
     def read(self, name: str, value: Any) -> Any:
-        """Return the value of a setting for that of its flag."""
+        """Convert the value of a flag to the value of its setting."""
         if value is None or self.repeated:
             return value
         if self.element:

@@ -1,4 +1,4 @@
-"""Generate text with a trained model, each token in the color of the exit it left by.
+"""Generate text with a trained model, each token in the color of its exit.
 
     eejax generate --workdir=runs/quickstart --prompt='def main(' --threshold=0.8
     eejax generate --workdir=runs/quickstart --prompt_file=a.txt --engine=full
@@ -6,20 +6,20 @@
     eejax generate --workdir=runs/quickstart --prompt='def main(' \\
         --engine=pipelined --mesh.pipe=2
 
-Without --prompt or --prompt_file the prompt is read from standard input. One prompt is shown
-while it grows, several when they are done. With --interactive every line typed is a prompt, until
-the input ends: Ctrl-C ends an answer, and at the prompt the session. With --json the last line
-printed is one JSON object.
+Without --prompt or --prompt_file the prompt is read from standard input. The text of one prompt is
+shown while it grows, the texts of several when they are done. With --interactive every line typed
+is a prompt, until the input ends. Ctrl-C ends an answer, and at the prompt it ends the session.
+With --json the last line printed is one JSON object.
 
-The stages of "pipelined" need a device each; on a CPU ask for them with
+The stages of "pipelined" need a device each; on a CPU, set
 XLA_FLAGS=--xla_force_host_platform_device_count=2. "auto" is "recompute", and "auto_speculative" is
-"speculative", that time themselves and turn exits off while they do not pay; what they found is
-printed at the end.
+"speculative", which time themselves and turn exits off while they do not pay; the result is printed
+at the end.
 
 Two programs are compiled, one that reads the prompt and one that generates a chunk of tokens; the
-speed printed leaves out what comes before both are there. Other text, thresholds, gates, exits,
-sampling or seeds need no new program; another number of prompts, --engine, --mesh, --cap, --drafts,
---draft_exit or --num_segments does, and now and then a longer prompt or a larger --max_new_tokens.
+printed speed excludes the time before both are compiled. Other text, thresholds, gates, exits,
+sampling or seeds need no new program. Another number of prompts, --engine, --mesh, --cap, --drafts,
+--draft_exit or --num_segments does, and sometimes a longer prompt or a larger --max_new_tokens.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from eejax.inference.sampling import SamplingParams
 from eejax.sharding.mesh import MeshConfig
 from eejax.train.runs import open_run
 
-FEW = 4  # steps of a call of an interactive session: tokens appear as they come
-AUTO = {"auto": "recompute", "auto_speculative": "speculative"}  # what each turns off and on
+FEW = 4  # steps of a call of an interactive session, so that tokens appear as they come
+AUTO = {"auto": "recompute", "auto_speculative": "speculative"}  # the engine that each switches
 ENGINES = ["full", "posthoc", "recompute", "pipelined", "propagate", "speculative", *AUTO]
-# Flags that some engines have no use for, and the engines that have.
+# Flags that only some engines use, and those engines.
 LEAVING = ("posthoc", "recompute", "pipelined", "propagate", "auto")
 USED_BY = {
     flag: engines
@@ -71,7 +71,7 @@ _OPTIONS = field_flags.define(
 )
 _MESH = field_flags.define(MeshConfig, {axis: f"mesh.{axis}" for axis in MESH_AXES})
 _STAGE_LAYERS = flags.DEFINE_list(
-    "stage_layers", ["even"], "Layers of each stage: numbers, or even or balanced (pipelined)."
+    "stage_layers", ["even"], "Layers of each stage (pipelined): numbers, even or balanced."
 )
 _THRESHOLD = field_flags.define(
     ExitPolicy.make, ["threshold"], defaults={"threshold": 0.9}, lists=["threshold"]
@@ -90,12 +90,12 @@ _LENGTH = field_flags.define(Generator.stream, ["max_new_tokens"], defaults={"ma
 _COLOR = flags.DEFINE_enum("color", "auto", ["auto", "always", "never"], "Colors by exit.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
-# Settings whose flags are called otherwise.
+# Settings whose flags have other names.
 FLAG_OF = _ENDS.names | {"mesh": "mesh", "pipeline.layers": "stage_layers"}
 
 
 def note_unused() -> None:
-    """Print which of the given flags have no effect."""
+    """Print the flags on the command line that have no effect."""
     given = [f for f in USED_BY if flags.FLAGS[f].present and _ENGINE.value not in USED_BY[f]]
     if given:
         listed = ", ".join(f"--{f}" for f in given)
@@ -126,7 +126,7 @@ def from_standard_input(read: Callable[[], str]) -> str:
 
 
 def read_line() -> str | None:
-    """The next prompt; None where the input ends, or Ctrl-C ends it."""
+    """Return the next prompt; None where the input ends, or Ctrl-C ends it."""
     typed = sys.stdin.isatty()
     try:
         return from_standard_input(lambda: input("> " if typed else ""))
@@ -151,7 +151,7 @@ def make_generator(model):
 
 
 class StreamPace:
-    """Tokens and seconds of one stream after its second result: both programs have run then."""
+    """Tokens and seconds of one stream after its second result, when both programs have run."""
 
     def __init__(self):
         self.tokens, self.seconds, self._number, self._since = 0, 0.0, 0, (0.0, 0)
@@ -166,7 +166,7 @@ class StreamPace:
 
 
 def rate(paces: list[StreamPace]) -> float | None:
-    """Tokens per second; None where there were too few to time."""
+    """Return tokens per second; None if there were too few to time."""
     tokens = sum(pace.tokens for pace in paces)
     return tokens / sum(pace.seconds for pace in paces) if tokens else None
 
@@ -176,7 +176,7 @@ def per_second(value: float | None) -> str:
 
 
 class Screen:
-    """Writer of a request's tokens as they come."""
+    """Writer of a request's tokens as they arrive."""
 
     def __init__(self, tokenizer, prompt: list[int], colors: bool):
         self._text, self._shown, self._colors = tokenizer.stream(prompt), 0, colors
@@ -190,19 +190,19 @@ class Screen:
         sys.stdout.flush()
 
     def end(self) -> None:
-        """Show what is left of the text, and end the line."""
+        """Show the rest of the text, and end the line."""
         print(self._text.flush())
 
 
 def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
-    """(result, tokens per second) of a batch; a single prompt is shown as it grows."""
+    """Return (result, tokens per second) of a batch; a single text is shown as it grows."""
     ids = [tokenizer.encode(text).tolist() for text in texts]
     waits()
     screen, pace = Screen(tokenizer, ids[0], colors) if len(texts) == 1 else None, StreamPace()
     for number, result in enumerate(ask(ids)):
         pace.add(result)
         if screen:
-            # Not before the request was found to be valid.
+            # Only once the request is known to be valid.
             print(texts[0] if number == 0 else "", end="")
             screen.show(result)
     if screen:
@@ -225,11 +225,11 @@ def waits() -> None:
 
 
 def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
-    """(prompt, result, Pace) of every line of the input that is answered, shown as it comes."""
-    if hasattr(sys.stdin, "reconfigure"):  # a line that is not UTF-8 is refused, and not all
+    """Answer the lines of the input as they come; yield (prompt, result, pace) of each."""
+    if hasattr(sys.stdin, "reconfigure"):  # refuse only the lines that are not UTF-8
         sys.stdin.reconfigure(errors="surrogateescape")
     waits()
-    next(ask([[0]]))  # settings are checked before anything is asked, and both programs compiled
+    next(ask([[0]]))  # check settings and compile both programs before the first prompt
     for _ in itertools.islice(ask([[0]], stop_token_ids=[], stop_strings=[]), 2):
         pass
     if sys.stdin.isatty():
@@ -263,7 +263,7 @@ def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
 
 
 def verdict(payoff, what: str) -> str:
-    """Return what an engine that times itself found of exits, or drafts."""
+    """Return a sentence about the measured gain of exits, or of drafts."""
     if payoff.ratio is None:
         return f"{what} were left on: too few tokens to measure whether they pay"
     if payoff.exits:
@@ -272,7 +272,7 @@ def verdict(payoff, what: str) -> str:
 
 
 def in_numbers(text: str, result, i: int, decode: Callable) -> dict:
-    """Request i of a result, for JSON."""
+    """Return request i of a result, for JSON."""
 
     def row(a):
         return a[i, : result.lengths[i]].tolist()
@@ -303,14 +303,14 @@ def main() -> None:
             )
     note_unused()
     for text in _ENDS["stop_strings"]:
-        lone = any(0xD800 <= ord(c) < 0xE000 for c in text)  # bytes that are no UTF-8
-        require(not lone, "--stop", text, "must be text that UTF-8 has")
+        lone = any(0xD800 <= ord(c) < 0xE000 for c in text)  # bytes that are not UTF-8
+        require(not lone, "--stop", text, "must be text that UTF-8 can encode")
     settings = _THRESHOLD.values() | _RULES.values() | _SAMPLING.values() | _ENDS.values()
     model = _RUN().model
     tokenizer, generator = model.tokenizer, make_generator(model)
     settings["stop_token_ids"] = [*_ENDS["stop_token_ids"], *tokenizer.end_ids]
     settings["decode_text"] = tokenizer.decode
-    if _INTERACTIVE.value and _ENGINE.value not in AUTO:  # which times calls of more steps
+    if _INTERACTIVE.value and _ENGINE.value not in AUTO:  # `auto` times calls of more steps
         settings["chunk"] = FEW
 
     def ask(ids, **change):

@@ -1,20 +1,21 @@
-"""Complete many prompts with a trained model, a batch at a time: every token exits by itself.
+"""Complete many prompts with a trained model in batches; every token has its own exit.
 
     eejax generate-batch --workdir=runs/quickstart --input=prompts.txt \\
         --output=texts.jsonl --threshold=0.5
 
 Every line of --input ("-": standard input) is a prompt, as plain text or as a JSON object:
-"prompt", and, where it wants other than the flags say, "max_new_tokens", "threshold", "drafts"
-(more than --drafts are that many), "temperature" or "seed". Every line of --output is a JSON object
-as soon as its text is done: "line" (of the input, from 1), "prompt", "text", "finish", "tokens" and
-"exits", the number of tokens of each exit. --output has to be a new file: --resume goes on, by the
-flags given now, with the lines that an earlier run did not come to or could not run.
+"prompt", and, to override the flags, "max_new_tokens", "threshold", "drafts" (at most --drafts),
+"temperature" or "seed". Every line of --output is a JSON object, written as soon as its text is
+done: "line" (of the input, from 1), "prompt", "text", "finish", "tokens" and "exits", the number of
+tokens of each exit. --output has to be a new file: --resume continues, with the current flags, with
+the lines that an earlier run did not reach or could not run.
 
 Requests share --slots slots and leave them when they are done; none waits for another's end. First
-the engine measures what its work takes here, watches where such requests leave, and plans how long
-to hold them back for others, and how many tokens to draft (--notune: no holding, --drafts drafts).
---engine=auto turns exits off while they do not pay, and =full has none. Lines that cannot be run
-are told with the others, "finish" saying why, and the exit status is then 1.
+the engine measures the cost of its work here, observes where such requests leave, and plans how
+long to hold them back for others, and how many tokens to draft (--notune: no holding, --drafts
+drafts). --engine=auto turns exits off while they do not pay, and --engine=full has none. Lines that
+cannot be run are reported with the others, with the reason in "finish", and the exit status is then
+1.
 """
 
 from __future__ import annotations
@@ -44,8 +45,10 @@ FIELDS = ("prompt", "max_new_tokens", "threshold", "drafts", "temperature", "see
 
 _RUN = field_flags.define(load_run, ("workdir", "step"))
 _INPUT = flags.DEFINE_string("input", None, "A file of prompts, one a line; '-': standard input.")
-_OUTPUT = flags.DEFINE_string("output", None, "Where texts go; standard output by default.")
-_ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "With exits; while they pay; without.")
+_OUTPUT = flags.DEFINE_string("output", None, "File of the texts; standard output by default.")
+_ENGINE = flags.DEFINE_enum(
+    "engine", "recompute", ENGINES, "With exits, while they pay, or without."
+)
 _SIZES = field_flags.define(EarlyExitEngine.make, ("slots", "context"), defaults={"slots": 8})
 _THRESHOLD = field_flags.define(ExitPolicy.make, ["threshold"], defaults={"threshold": 0.9})
 _GATE = field_flags.define(ExitRules, ["gate"])
@@ -53,7 +56,7 @@ _OPTIONS = field_flags.define(
     EngineOptions,
     ["drafts"],
     defaults={"drafts": 4},
-    helps={"drafts": "Most tokens of a request that are drafted past an undecided one"},
+    helps={"drafts": "Maximum tokens that a request drafts past an undecided one"},
 )
 _LENGTH = field_flags.define(
     EngineRequest, {"max_tokens": "max_new_tokens"}, defaults={"max_tokens": 128}
@@ -63,14 +66,20 @@ _SAMPLING = field_flags.define(
     ("temperature", "seed"),
     helps={"seed": "Seed of the first line's draws; each next line's is 1 more"},
 )
-_STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Token id that ends a text, beside EOS.")
-_RESUME = flags.DEFINE_bool("resume", False, "Go on with an --output that is there.")
+_STOP_TOKEN = flags.DEFINE_multi_integer("stop_token", [], "Further token id that ends a text.")
+_RESUME = flags.DEFINE_bool("resume", False, "Continue an existing --output.")
 _TUNE = flags.DEFINE_bool("tune", True, "Measure and plan before the first request.")
 flags.mark_flag_as_required("input")
 
 
 class Line(NamedTuple):
-    """One of the input. wants: its fields; error: why it cannot be read, or ''."""
+    """A line of the input.
+
+    Attributes:
+      number: its number, from 1.
+      wants: its fields.
+      error: why it cannot be read, or ''.
+    """
 
     number: int
     wants: dict[str, Any]
@@ -82,9 +91,9 @@ def main() -> None:
     lines = [parsed(i, text) for i, text in enumerate(given, 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
     if _RESUME.value and _OUTPUT.value is None:
-        raise ConfigError("--resume: goes on with an --output: name the file.")
+        raise ConfigError("--resume: requires --output: name the file.")
     model = _RUN()
-    # What is wrong with flags is found before a file is touched.
+    # Check the flags before a file is touched.
     engine, stop_token_ids = engine_of(model)
     with contextlib.ExitStack() as stack:
         out = sys.stdout
@@ -100,16 +109,16 @@ def main() -> None:
 
 
 def opened(path: str, lines: list[Line]) -> tuple[TextIO, set[int]]:
-    """The file of texts, to go on behind what it has, and the numbers of the lines it has."""
+    """Open the file of texts to append to it; return it and the numbers of the lines it has."""
     try:
         there = pathlib.Path(path).read_bytes() if pathlib.Path(path).is_file() else b""
         if there and not _RESUME.value:
             raise ConfigError(
                 f"--output = {path!r}: has {len(there.splitlines())} lines already. Name a new "
-                "file, or --resume to go on behind them."
+                "file, or continue it with --resume."
             )
-        whole = there[: there.rfind(b"\n") + 1]  # who was killed may have left a part of a line
-        done = told_before(path, whole, lines)
+        whole = there[: there.rfind(b"\n") + 1]  # a killed run may have left a part of a line
+        done = finished_lines(path, whole, lines)
         kept = b"".join(done.values())
         if kept != there:
             part = pathlib.Path(f"{path}.part")
@@ -120,8 +129,8 @@ def opened(path: str, lines: list[Line]) -> tuple[TextIO, set[int]]:
         raise DataError(f"--output = {path!r}: cannot be written ({error.strerror}).") from error
 
 
-def told_before(path: str, data: bytes, lines: list[Line]) -> dict[int, bytes]:
-    """Read which lines an earlier run of the same input finished.
+def finished_lines(path: str, data: bytes, lines: list[Line]) -> dict[int, bytes]:
+    """Read the lines that an earlier run of the same input finished.
 
     Lines that could not be run are run again.
     """
@@ -133,21 +142,21 @@ def told_before(path: str, data: bytes, lines: list[Line]) -> dict[int, bytes]:
             number, prompt, finish = told["line"], told["prompt"], str(told["finish"])
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
-                f"--output = {path!r}: line {i} is no text of a run ({error})."
+                f"--output = {path!r}: line {i} was not written by a run ({error})."
             ) from error
         if finish.startswith("error"):
             continue
         if number not in prompts or prompts[number] != prompt:
             raise DataError(
-                f"--output = {path!r}: its line {i} is of another prompt than line {number} of "
-                "--input. Name the input it was made of, or another output."
+                f"--output = {path!r}: its line {i} has another prompt than line {number} of "
+                "--input. Name its own input, or another output."
             )
         done[number] = text
     return done
 
 
 def parsed(number: int, text: str) -> Line:
-    """A line that begins with a brace is a JSON object, any other a prompt."""
+    """Parse a line: a JSON object if it begins with a brace, otherwise a prompt."""
     try:
         wants = prompt_files.fields(text)
     except ValueError as error:
@@ -161,7 +170,7 @@ def parsed(number: int, text: str) -> Line:
 
 
 def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[int]]]:
-    """The lines, those that cannot be encoded with why, and the others' tokens."""
+    """Encode the prompts; return the lines, with errors, and the tokens by line."""
     ids, told = {}, []
     for line in lines:
         if not line.error:
@@ -174,7 +183,7 @@ def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[in
 
 
 def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -> int:
-    """Run the lines, and return how many could not be."""
+    """Run the lines, and return the number of those that failed."""
     from eejax.data import text_behind
     from eejax.inference.payoff import Payoff
     from eejax.inference.request import FinishReason
@@ -265,7 +274,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
 
 
 def engine_of(model):
-    """The engine, and the tokens that end a text. Raises ConfigError, which names the flag."""
+    """Return the engine, and the tokens that end a text. Errors name the flag."""
     from eejax.inference.state import RequestRows
 
     config, stop_token_ids = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
@@ -280,7 +289,7 @@ def engine_of(model):
 
 
 def tuned(engine, prompts: list, stop_token_ids: list[int]):
-    """The engine with a plan, and the drafts that requests are to have."""
+    """Return the engine with a plan, and the drafts of requests."""
     from eejax.inference import batch_costs
 
     if _ENGINE.value == "full":
@@ -305,4 +314,4 @@ def tuned(engine, prompts: list, stop_token_ids: list[int]):
 
 
 if __name__ == "__main__":
-    launch.run(main, interrupted="interrupted: with --resume the same command goes on in --output")
+    launch.run(main, interrupted="interrupted: with --resume the same command continues --output")

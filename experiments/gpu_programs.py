@@ -3,11 +3,11 @@
     eejax gpu-programs [--card=h100] [--only=full,recompute] [--json]
 
 It needs no GPU, but the compiler in JAX's CUDA plugin: `make env` puts it into `.venv/lowering`;
-elsewhere, name its folder in PYTHONPATH. Bytes, launches and temporaries are XLA's
-own. Milliseconds are estimates, from the bytes and products of every instruction at the data
-sheet's rates, and a fixed time between launches. The floor is the time that weights, keys and
-values take to be read once. With --json the last line is one JSON object. The standard error has a
-line "program: NAME" before what XLA logs of each.
+elsewhere, name its folder in PYTHONPATH. Bytes, launches and temporaries are XLA's own.
+Milliseconds are estimates, from the bytes and products of every instruction at the data sheet's
+rates, and a fixed time between launches. The floor is the time to read weights, keys and values
+once. With --json the last line is one JSON object. The standard error has a line "program: NAME"
+before XLA's log of each program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     import time
 
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    sys.path.append(os.path.join(sys.prefix, "lowering"))  # where JAX starts no plugin by itself
+    sys.path.append(os.path.join(sys.prefix, "lowering"))  # JAX loads no plugin there
     from eejax.analysis import table
     from eejax.common.errors import require
     from eejax.kernels import aot

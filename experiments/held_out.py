@@ -1,4 +1,4 @@
-"""Text that experiments score: batches of a run's held-out text, and of texts one in a row."""
+"""Text that experiments score: batches of a run's held-out text, and of one text in each row."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ BATCH = 16
 
 
 def batches(run, tokens: int) -> Iterator[Mapping[str, np.ndarray]]:
-    """Return batches of a run's held-out text, about so many tokens, spread evenly."""
+    """Return batches of about `tokens` tokens of a run's held-out text, spread evenly."""
     from eejax.train import inputs
 
     config = run.experiment.data
-    launch.check_own_text(run.model.metadata, config.source, run.workdir, "source of import_hf")
+    launch.require_text(run.model.metadata, config.source, run.workdir, "source of import_hf")
     parts = inputs.held_out(config, run.dataset(), BATCH, max(1, tokens // (BATCH * config.length)))
     return itertools.chain.from_iterable(batches for _, batches in parts)
 

@@ -1,4 +1,4 @@
-"""Servers of several models in one process, and prompts that go through them, for benchmarks."""
+"""Servers of several models in one process, and prompts for them, for benchmarks."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
 
 ORDERS = ("blocked", "shuffled", "drifting")
-SPREAD = 0.3  # of a task's prompts around its time, as a share of all, where tasks drift
+SPREAD = 0.3  # spread of a drifting task's prompts around its time, as a share of all
 
 
 def prompts() -> list[dict]:
-    """The records of mixed_prompts in $EEJAX_DATA. Raises ConfigError without it."""
+    """Read the records of mixed_prompts in $EEJAX_DATA. Raises `ConfigError` without it."""
     folder = os.environ.get("EEJAX_DATA")
     if not folder:
         raise ConfigError("$EEJAX_DATA: must name the folder of mixed_prompts; it is not set.")
@@ -43,7 +43,7 @@ def prompts() -> list[dict]:
 
 
 def fitted(tokenizer: Any, records: Sequence[dict], room: int) -> tuple[list[list[int]], int]:
-    """(ids of each prompt, of which `room` tokens at the end are kept; how many were cut)."""
+    """Return the ids of each prompt, cut to its last `room` tokens, and how many were cut."""
     if room < 1:
         raise ConfigError(f"--new: leaves no room for prompts: {room} tokens of the context.")
     ids = [tokenizer.encode(record["prompt"]).tolist() for record in records]
@@ -51,8 +51,11 @@ def fitted(tokenizer: Any, records: Sequence[dict], room: int) -> tuple[list[lis
 
 
 def ordered(tasks: Sequence[str], order: str, seed: int = 0) -> np.ndarray:
-    """Indices of prompts: task after task, at random, or so that tasks come and go one after the
-    other with much overlap."""
+    """Return the indices of prompts in an order.
+
+    Prompts come task after task, at random, or so that tasks come and go one after the other with
+    much overlap.
+    """
     rng = np.random.default_rng(seed)
     names = list(dict.fromkeys(tasks))
     place = np.array([names.index(task) for task in tasks]) / len(names)
@@ -68,10 +71,12 @@ class TimedAnswer:
     """Times of an answer.
 
     Attributes:
-      sent, first, done: seconds at which the prompt was sent, and the first and last token came.
+      index: number of the prompt.
+      sent: seconds at which the prompt was sent.
+      first: seconds at which the first token came.
+      done: seconds at which the last token came.
       tokens: tokens as they came.
-      placed: the models that it was given to, each with its depth and the number of tokens that
-        were there already.
+      placed: the models that served it, each with its depth and the number of tokens so far.
     """
 
     index: int
@@ -86,14 +91,14 @@ class TimedAnswer:
         return self.first - self.sent
 
     def parts(self) -> list[tuple[str, int, int]]:
-        """(model, from, to) of its tokens."""
+        """Parts (model, from, to) of its tokens."""
         starts = [n for _, n in self.placed] + [len(self.tokens)]
         spans = zip(self.placed, starts, starts[1:], strict=False)
         return [(choice.model, a, b) for (choice, _), a, b in spans if b > a]
 
 
 class StaticModel:
-    """One model at one depth."""
+    """Server of one model at one depth."""
 
     def __init__(self, name: str, member: FleetMember, depth: int, threshold: Any, **making: Any):
         self.choice = ModelDepth(name, depth)
@@ -113,7 +118,7 @@ class StaticModel:
 
 
 class Stopwatch:
-    """Seconds in which it ran, so that a server's time is its own where several take turns."""
+    """Clock of the seconds in which it ran, so that servers that take turns have their own time."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
         self._clock, self._total, self._begin = clock, 0.0, None
@@ -126,7 +131,7 @@ class Stopwatch:
 
 
 class ControlledFleet:
-    """A fleet, by whatever its controller says. watch: the clock of both."""
+    """Server of a fleet under its controller; `watch` is the clock of both."""
 
     def __init__(
         self,
@@ -141,7 +146,7 @@ class ControlledFleet:
         self._start, self.fleet.pool.start = self.fleet.pool.start, self._placed
 
     def _placed(self, job: RunningRequest) -> None:
-        """Start a request, and note where."""
+        """Start a request, and record its model."""
         self._start(job)
         choice = ModelDepth(job.model, self.fleet.parts[job.model].depth)
         self._answers[job.request_id].placed.append((choice, len(job.tokens)))
@@ -154,7 +159,7 @@ class ControlledFleet:
         return self.fleet.step()
 
     def drain(self) -> None:
-        """Finish changes that have begun in this server's own time, not in that of the next one."""
+        """Finish changes that have begun in this server's own time, not in the next one's."""
         while not is_settled(self.fleet):
             self.fleet.step()
 
@@ -166,7 +171,7 @@ def is_settled(fleet: Fleet) -> bool:
 
 
 class RandomPolicy(Controller):
-    """Another model and depth after every interval, whatever they are worth."""
+    """Policy of a random model and depth after every interval."""
 
     def __init__(self, *args: Any, seed: int = 0, **own: Any):
         super().__init__(*args, **own)
@@ -188,7 +193,7 @@ class RandomPolicy(Controller):
         return Assignment(self.current or self.wanted, False)
 
     def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
-        super().tokens(model, below, own=True)  # which are counted, and decide nothing
+        super().tokens(model, below, own=True)  # counted, but without effect on decisions
 
     def failed(self, model: str) -> None:
         pass
@@ -201,8 +206,10 @@ def drive(
     clients: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[float, list[TimedAnswer]]:
-    """(seconds, answers) of prompts by their indices, in this order, of which `clients` are under
-    way at a time; None: all come at once."""
+    """Serve prompts by their indices, in this order; return (seconds, answers).
+
+    `clients` prompts run at a time; with None all come at once.
+    """
     left, answers, open_ = [*texts][::-1], [], {}
     most = len(left) if clients is None else clients
     watch = getattr(server, "watch", None) or Stopwatch()
@@ -229,19 +236,21 @@ def drive(
     return seconds, answers
 
 
-def answer_flops(members: Mapping[str, FleetMember], answer: TimedAnswer, given: int) -> float:
-    """Executed floating-point operations of layers and heads for an answer to a prompt of `given`
-    tokens: of the prompt, and of a text that goes on in another model, through all layers that were
-    loaded; of its tokens, at the time or later (`energy.segment_rows`). Rows of a batch that are
-    there for nothing are not counted."""
+def answer_flops(members: Mapping[str, FleetMember], answer: TimedAnswer, prompt_len: int) -> float:
+    """Return the executed floating-point operations of layers and heads for an answer.
+
+    They are those of a prompt of `prompt_len` tokens, and of a text that continues in another
+    model, through all loaded layers; and of the answer's tokens, at the time or later
+    (`energy.segment_rows`). Padding rows of a batch are not counted.
+    """
     total = 0.0
     ends = [*(there for _, there in answer.placed[1:]), len(answer.tokens)]
     for (choice, there), end in zip(answer.placed, ends, strict=True):
         member = members[choice.model]
         layers = np.array(layer_flops(member.config))
-        total += (given + there) * layers[: choice.depth].sum()
+        total += (prompt_len + there) * layers[: choice.depth].sum()
         exits = [token.exit for token in answer.tokens[there:end]]
-        # The first one is of the pass that read what was given.
+        # The first token comes from the pass that read the prompt.
         loaded = max([choice.depth, *(e + 1 for e in exits)])
         total += segment_rows(exits[1:], loaded, member.options.cap) @ layers[:loaded]
         total += sum(heads(member, e) for e in exits)
@@ -249,15 +258,17 @@ def answer_flops(members: Mapping[str, FleetMember], answer: TimedAnswer, given:
 
 
 def heads(member: FleetMember, exit: int) -> float:
-    """Operations of the heads by which a token is read that leaves by an exit."""
+    """Return the operations of the heads that read a token which leaves by an exit."""
     return token_work(member.config, exit).flops - sum(layer_flops(member.config)[: exit + 1])
 
 
 def answer_bytes(
     members: Mapping[str, FleetMember], answer: TimedAnswer, slots: Mapping[str, Sequence[int]]
 ) -> float:
-    """Bytes of weights that were read for the tokens of an answer, up to the exits that they left
-    by, which all slots share."""
+    """Return the bytes of weights that were read for the tokens of an answer.
+
+    They are those up to the exits of the tokens, which all slots share.
+    """
     total, places = 0.0, [choice for choice, _ in answer.placed]
     ends = [*(there for _, there in answer.placed[1:]), len(answer.tokens)]
     for choice, a, b in zip(places, [there for _, there in answer.placed], ends, strict=True):
@@ -267,7 +278,7 @@ def answer_bytes(
 
 
 def fleet_flops(members: Mapping[str, FleetMember], pool: FleetPool) -> float:
-    """Return the operations of what a fleet's pool fills in, runs anew, and audits."""
+    """Return the operations of a fleet's pool for filling in, running anew, and audits."""
     layers = {n: np.cumsum(layer_flops(m.config)).tolist() for n, m in members.items()}
     total, before = 0.0, {}
     for change in pool.changes:
@@ -276,7 +287,7 @@ def fleet_flops(members: Mapping[str, FleetMember], pool: FleetPool) -> float:
             total += change.tokens * layers[model][depth - 1]
         elif change.kind == "narrow":
             total += change.tokens * layers[model][depth - 1]
-            continue  # it is as deep as before
+            continue  # its depth has not changed
         elif change.kind == "grow" and there:
             total += change.tokens * (layers[model][depth - 1] - layers[model][there - 1])
         before[model] = depth
@@ -289,8 +300,11 @@ def fleet_flops(members: Mapping[str, FleetMember], pool: FleetPool) -> float:
 class JudgedAnswers:
     """Verdicts on answers, token by token.
 
-    They are whether the whole model that gave it would have chosen it, its log-probability by that
-    model, and by a model that has no part in it. counts: tokens of each answer, in order.
+    Attributes:
+      same: whether the whole model that gave the token would have chosen it.
+      own: log-probability by that model.
+      other: log-probability by a model that does not serve.
+      counts: tokens of each answer, in order.
     """
 
     same: np.ndarray
@@ -298,7 +312,7 @@ class JudgedAnswers:
     other: np.ndarray
     counts: np.ndarray
 
-    def told(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, Any]:
         each = np.split(self.same, np.cumsum(self.counts)[:-1])
         mean = mean_interval(np.array([a.sum() for a in each]), self.counts)
 
@@ -314,7 +328,7 @@ class JudgedAnswers:
 
 
 class Judges:
-    """Whole models, which look at answers again."""
+    """Whole models that judge answers again."""
 
     def __init__(self, members: Mapping[str, FleetMember], other: FleetMember | None = None):
         everybody = dict(members) | ({} if other is None else {None: other})

@@ -4,9 +4,9 @@
         --source='texts/*.txt'
 
 --model is a folder of the Hugging Face form (config.json, safetensors or .bin, a tokenizer), or the
-name of a model on the Hub. --source is the text that it is evaluated and that exits are tuned on.
-The model has no early exits, but for those that eejax export-hf wrote beside it:
-eejax tune gives it some.
+name of a model on the Hub. --source is the text on which the model is evaluated and exits are
+tuned. The model has no early exits, except those that eejax export-hf wrote beside it; eejax tune
+adds some.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from absl import flags
 from eejax.experiments import launch
 
 _MODEL = flags.DEFINE_string("model", None, "The folder, or the model's name on the Hub.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run that is made.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the new run.")
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer",
     None,
@@ -25,7 +25,7 @@ _TOKENIZER = flags.DEFINE_string(
 _SOURCE = flags.DEFINE_list("source", None, "Text files or globs; Python's own library by default.")
 _LENGTH = flags.DEFINE_integer("length", None, "Tokens of a sequence; up to 256 by default.")
 _DTYPE = flags.DEFINE_enum(
-    "dtype", "float32", ["float32", "bfloat16", "float16"], "What the model is computed in."
+    "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the model's computation."
 )
 flags.mark_flags_as_required(["model", "workdir"])
 

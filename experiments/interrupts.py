@@ -1,7 +1,7 @@
-"""Ctrl-C ends a launcher with one line and status 130, whatever it is doing.
+"""End of a launcher by Ctrl-C: one line and status 130, at any time.
 
 `experiments/__init__.py` calls `install` before anything else is imported, so this module imports
-nothing but small modules of the standard library.
+only small modules of the standard library.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _ending = threading.Lock()
 
 
 def install() -> None:
-    """Catch SIGINT for the rest of this process; does nothing outside the main thread.
+    """Catch SIGINT for the rest of this process; do nothing outside the main thread.
 
-    An import is interrupted by ending the process: where a KeyboardInterrupt is raised in the
-    callback of a weak reference, as imports have them, Python prints and forgets it.
+    An interrupt during imports ends the process: a KeyboardInterrupt that is raised in the callback
+    of a weak reference, as imports have them, would only be printed by Python.
     """
     if threading.current_thread() is not threading.main_thread():
         return
@@ -45,11 +45,11 @@ def install() -> None:
 
 @contextlib.contextmanager
 def unwinding(line: str) -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGINT inside of the block, so that what is open is closed.
+    """Raise KeyboardInterrupt on SIGINT inside the block, so that open resources are closed.
 
-    A second SIGINT ends the process at once if Python left the first unanswered for `ANSWERS`
-    seconds, as while the main thread compiles. `line` is what it prints then. A SIGINT that comes
-    sooner after one that was answered is ignored, as it is the same Ctrl-C.
+    A second SIGINT ends the process at once, and prints `line`, if Python left the first unanswered
+    for `ANSWERS` seconds, as while the main thread compiles. A SIGINT that comes sooner after an
+    answered one is the same Ctrl-C and is ignored.
     """
     global _line, _raises
     before, _line, _raises = _line, line, True
@@ -60,7 +60,7 @@ def unwinding(line: str) -> Iterator[None]:
 
 
 def came_of_one(error: BaseException | None) -> bool:
-    """Return whether an error came from an interrupt.
+    """Return whether an error was caused by an interrupt.
 
     Libraries turn a KeyboardInterrupt that is raised in their callbacks into errors of their own.
     """
@@ -74,14 +74,14 @@ def came_of_one(error: BaseException | None) -> bool:
 def end(line: str) -> None:
     """Print the line and end the process with `STATUS`.
 
-    Python's own shutdown is left out: while JAX compiles in a thread, it ends in a segmentation
-    fault. Nothing waits for it: data workers end with their input, engines with their parent, and
-    a checkpoint that is half written has no name yet.
+    Python's own shutdown is skipped: while JAX compiles in a thread, it ends in a segmentation
+    fault. Nothing depends on it: data workers end with their input, engines with their parent, and
+    a half-written checkpoint has no name yet.
     """
     if not _ending.acquire(blocking=False):
         return  # another thread, or the frame that this handler interrupted, is ending it
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # perhaps the very write that was interrupted
+        with contextlib.suppress(Exception):  # the interrupted code may have been writing here
             stream.flush()
     with contextlib.suppress(OSError):
         os.write(2, f"{line}\n".encode())
@@ -108,7 +108,7 @@ def _unraisable(unraisable) -> None:
 
 def _watch(read: int) -> None:
     """Read interrupts as the handler in C writes them, one byte for each signal."""
-    first = None  # when the first one came that may still be unanswered
+    first = None  # time of the first interrupt that may still be unanswered
     while received := os.read(read, 1):
         if received[0] != signal.SIGINT:
             continue

@@ -1,4 +1,4 @@
-"""Start of every launcher: whatever a user can do wrong ends in one line, `error: ...`.
+"""Start of every launcher; every mistake of a user ends in one line, `error: ...`.
 
 Launchers that can run as several processes call `define_processes()` beside their own flags.
 """
@@ -42,7 +42,7 @@ flags.disclaim_key_flags()  # --help lists flags under the launcher that defines
 
 
 def define_processes() -> None:
-    """Flags of a launcher that can run as several processes, off by default."""
+    """Define the flags of a launcher that can run as several processes, off by default."""
     flags.DEFINE_bool(
         "distributed",
         False,
@@ -55,13 +55,15 @@ def define_processes() -> None:
         "HOST:PORT of process 0: this is one of several processes, described by this flag, "
         "--processes and --process.",
     )
-    flags.DEFINE_integer("processes", None, "How many processes there are.")
+    flags.DEFINE_integer("processes", None, "Number of processes.")
     flags.DEFINE_integer("process", None, "The number of this process, from 0.")
     flags.DEFINE_integer(
-        "connect_seconds", 300, "How long processes wait for one another to start."
+        "connect_seconds", 300, "Seconds that processes wait for one another to start."
     )
     flags.DEFINE_integer(
-        "heartbeat_seconds", 60, "A process without a sign of life for so long counts as dead."
+        "heartbeat_seconds",
+        60,
+        "Seconds of silence after which a process counts as dead.",
     )
 
 
@@ -70,10 +72,9 @@ def run(
 ) -> None:
     """Parse the flags, call `main()` and end the process.
 
-    With `positional`, `main` takes a list: the arguments that are not flags. Else they are refused.
-
-    Exit status: that of `main`, 1 after an error that the message names, 130 after Ctrl-C, which
-    prints `interrupted`, 1 without a message where nobody reads standard output any more.
+    With `positional`, `main` takes a list: the arguments that are not flags. Otherwise these are
+    refused. The exit status is that of `main`, 1 after an error with its message, 130 after Ctrl-C,
+    which prints `interrupted`, and 1 without a message if standard output is closed.
     """
     interrupts.install()
     gpu_settings.apply()
@@ -83,7 +84,7 @@ def run(
             sys.exit(f"error: unexpected arguments: {' '.join(argv[1:])}; see --help")
         if not flags.FLAGS["verbosity"].present:
             logging.set_verbosity(logging.WARNING)  # Orbax logs every file it touches
-        for output in (sys.stdout, sys.stderr):  # what a terminal cannot show is no error
+        for output in (sys.stdout, sys.stderr):  # replace characters that a terminal cannot show
             if hasattr(output, "reconfigure"):
                 output.reconfigure(errors="replace")
         if sys.stdin is None:
@@ -112,7 +113,7 @@ def run(
 
 
 def _join() -> None:
-    """Make this process one of several, where the flags say so."""
+    """Make this process one of several, if the flags say so."""
     if "coordinator" not in flags.FLAGS:
         return
     values = flags.FLAGS.flag_values_dict()
@@ -120,7 +121,7 @@ def _join() -> None:
     given = [f"--{f}" for f, value in own.items() if value is not None]
     if given and values["distributed"]:
         raise ConfigError(
-            f"{given[0]}: with --distributed the cluster says it. Leave one of the two out."
+            f"{given[0]}: must be left out with --distributed, where the cluster sets it."
         )
     if given or values["distributed"]:
         from eejax.sharding import distributed
@@ -131,7 +132,7 @@ def _join() -> None:
 
 @contextlib.contextmanager
 def flags_named(renamed: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the flag that a setting came by: one of its name, or that of `renamed`."""
+    """Make errors name a setting's flag: the one of its name, or that of `renamed`."""
     try:
         yield
     except ConfigError as error:
@@ -142,17 +143,16 @@ def flags_named(renamed: Mapping[str, str]) -> Iterator[None]:
 
 
 def with_flag(error: str, renamed: Mapping[str, str] = types.MappingProxyType({})) -> str | None:
-    """An error that begins with a setting's name, with the flag's in its place; None where no flag
-    is called so."""
+    """Replace the setting's name at an error's beginning by its flag's; None without one."""
     field = re.match(r"[\w.]*", error)[0]
     flag = renamed.get(field, field if field in flags.FLAGS else None)
     return None if flag is None else f"--{flag}{error[len(field) :]}"
 
 
 def configured(workdir: str | os.PathLike | None = None):
-    """The experiment that --config describes, with what its `train.base` fixes.
+    """Return the experiment that --config describes, with the fields that its `train.base` fixes.
 
-    workdir: where it runs, which remembers that. Raises as `train.base.with_base`.
+    The run in `workdir` remembers those fields. Raises as `train.base.with_base` does.
     """
     from ml_collections import config_flags
 
@@ -163,13 +163,13 @@ def configured(workdir: str | os.PathLike | None = None):
 
 
 def say(text: str) -> None:
-    """A line about what goes on, beside what is printed, above a bar where there is one."""
+    """Print a line of progress to standard error, above a bar if there is one."""
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()
 
 
 def numbers(flag: str, texts: list[str], kind: type = float) -> list:
-    """The values of a flag that is a list. Raises ConfigError for what is no number."""
+    """Return the values of a list flag. Raises `ConfigError` for a value that is not a number."""
     try:
         return [kind(text) for text in texts]
     except ValueError as error:
@@ -177,13 +177,13 @@ def numbers(flag: str, texts: list[str], kind: type = float) -> list:
 
 
 def _joined() -> bool:
-    """Return whether this process is one of several, however many."""
+    """Return whether this process is one of several, even if there is only one."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
 
 
 def _end(error: BaseException, message: str) -> None:
-    """Print the message and end the process, one of several without waiting for the others."""
+    """Print the message and end the process, without waiting for others of a run."""
     if not _joined():
         sys.exit(message)
     from eejax.sharding import distributed
@@ -194,7 +194,7 @@ def _end(error: BaseException, message: str) -> None:
 
 
 def _mistake(error: Exception) -> str:
-    """The error, with the line of the config file that is at fault where it came of one."""
+    """Return the error, with the line of the config file that caused it, if one did."""
     file = _config_file(sys.argv)
     if file is not None and (told := config_errors.located(error, file)):
         return told
@@ -206,14 +206,14 @@ def _mistake(error: Exception) -> str:
 
 
 def _overridden() -> Collection[str]:
-    """The fields of the config that the command line sets."""
+    """Return the fields of the config that the command line sets."""
     from ml_collections import config_flags
 
     return config_flags.get_override_values(flags.FLAGS["config"])
 
 
 def _interrupted(line: str) -> None:
-    """End the process after Ctrl-C, one of several together with the others, which got it too."""
+    """End the process after Ctrl-C; several processes of a run end together."""
     if _joined():
         from eejax.sharding import distributed
 
@@ -222,36 +222,35 @@ def _interrupted(line: str) -> None:
 
 
 def _parse(argv: list[str]) -> list[str]:
-    """The arguments that are no flags. Ends the process where a flag cannot be used.
+    """Return the arguments that are not flags. Ends the process for a flag that cannot be used.
 
     A config file is executed and its fields are set while flags are parsed, so all of its errors
-    come from here, as whatever exception they happen to be.
+    come from here, as exceptions of any kind.
     """
     _find_config(argv)
     file = _config_file(argv)
     try:
         _check_config(argv, file)
-        # What Python and ml_collections warn of in the file is in the error that follows.
+        # The error that follows covers warnings of Python and ml_collections about the file.
         with warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             rest = flags.FLAGS(argv)
         if file is not None:
             _check_result(file)
         return rest
-    except BrokenPipeError:  # of --help
+    except BrokenPipeError:  # from --help
         raise
     except Exception as error:
         if file is not None and (told := config_errors.located(error, file)):
             sys.exit(f"error: {told}")
         if isinstance(error, AttributeError | KeyError | IndexError):
             sys.exit(
-                f"error: {_one_line(error)}: the configuration file does not have the field that "
-                f"is to be set. Let it begin {config_errors.BEGIN}, and set in the file what lies "
-                "in model.exits."
+                f"error: {_one_line(error)}: the configuration file does not have this field. "
+                f"Let it begin {config_errors.BEGIN}, and set fields of model.exits in the file."
             )
         if isinstance(error, flags.UnrecognizedFlagError) and error.flagname in RENAMED_FLAGS:
             name = error.flagname
-            sys.exit(f"error: --{name}: is called --{RENAMED_FLAGS[name]} now.")
+            sys.exit(f"error: --{name}: is now called --{RENAMED_FLAGS[name]}.")
         if isinstance(error, flags.Error | OSError | TypeError | ValueError):
             sys.exit(f"error: {_one_line(error)}")
         raise
@@ -269,7 +268,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _find_config(argv: list[str]) -> None:
-    """Put the path of an installed config file in the place of its name."""
+    """Replace the name of an installed config file by its path."""
     if "config" not in flags.FLAGS:
         return
     for i, argument in enumerate(argv):
@@ -280,7 +279,7 @@ def _find_config(argv: list[str]) -> None:
 
 
 def _config_file(argv: list[str]) -> str | None:
-    """The file of --config, a default too; None where the launcher has no such flag."""
+    """Return the file of --config or its default; None if the launcher has no such flag."""
     if "config" not in flags.FLAGS:
         return None
     flag = flags.FLAGS["config"]
@@ -295,7 +294,7 @@ def _config_file(argv: list[str]) -> str | None:
 
 
 def _check_config(argv: list[str], file: str | None) -> None:
-    """Raise `ConfigError` for --config.* that is no field, or a --config that is no file."""
+    """Raise `ConfigError` for --config.* that is not a field, or a --config that is not a file."""
     if "config" not in flags.FLAGS:
         return
     for argument in argv:
@@ -312,7 +311,7 @@ def _check_config(argv: list[str], file: str | None) -> None:
 
 
 def _check_result(file: str) -> None:
-    """Raise `ConfigError` where the file's `get_config` does not return a config."""
+    """Raise `ConfigError` if the file's `get_config` does not return a config."""
     value = flags.FLAGS["config"].value
     if not hasattr(value, "to_dict"):
         raise ConfigError(config_errors.returns(file, type(value).__name__))
@@ -323,7 +322,7 @@ def _one_line(error: Exception) -> str:
 
 
 def lines(tree: dict, before: str = "") -> list[tuple[str, str]]:
-    """(name, text) of every number in nested dicts of results, to be shown as a table."""
+    """Return (name, text) of every number in nested dicts of results, for a table."""
     found = []
     for key, value in tree.items():
         name = f"{before}{key}"
@@ -337,12 +336,12 @@ def _shown(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def check_own_text(
+def require_text(
     metadata: Mapping[str, object], source: object, workdir: object, flag: str = "source"
 ) -> None:
-    """Raise ConfigError where no text was chosen for a run.
+    """Raise `ConfigError` if no text was chosen for a run.
 
-    That is so for a model which was imported without one, for which the default is Python's own
+    That is so for a model that was imported without one, for which the default is Python's own
     library.
     """
     from eejax import data
@@ -350,6 +349,6 @@ def check_own_text(
     if "pretrained" in metadata and source == data.PYTHON_STDLIB:
         raise ConfigError(
             f"--{flag} = None: must name a text, as {workdir} was imported without one. Give files "
-            "or globs like what the model will be asked for, or "
+            "or globs of text like the model's future input, or "
             f"--{flag}={data.PYTHON_STDLIB} for the library of this Python."
         )

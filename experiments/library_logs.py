@@ -1,6 +1,6 @@
-"""Keep the tracebacks that libraries log and print apart from a launcher's lines.
+"""Redirection of the tracebacks that libraries log and print to a file.
 
-A library that fails in its threads shows a traceback of each: hundreds of lines, the last of which
+A library that fails in its threads shows a traceback for each: hundreds of lines, the last of which
 is the launcher's own error. They go into a file instead, which that error names.
 """
 
@@ -30,20 +30,20 @@ _file: str | None = None
 
 
 def redirect() -> None:
-    """Keep what libraries log and their threads print, for `report`, until this process ends.
+    """Collect the logs of libraries and the output of their threads, for `report`.
 
-    It is not undone before: threads of libraries fail at the end, too.
+    This lasts until the process ends, because threads of libraries fail at the end, too.
     """
     sys.excepthook = _outside_the_main_thread(sys.excepthook)
     sys.unraisablehook = _outside_the_main_thread(sys.unraisablehook)
     threading.excepthook = _in_thread
     logging.get_absl_handler().addFilter(_passes)
-    # A write that fails leaves coroutines of Orbax's; Python tells of them behind the last line.
+    # A failed write leaves coroutines of Orbax, about which Python would warn after the last line.
     warnings.filterwarnings("ignore", r"coroutine .* was never awaited", RuntimeWarning)
 
 
 def report() -> str:
-    """Write what was kept to a file and return a sentence that names it, empty if nothing was."""
+    """Write the collected texts to a file; return a sentence that names it, or ''."""
     global _file
     if not _texts:
         return ""
@@ -55,9 +55,9 @@ def report() -> str:
             ) as file:
                 file.write(text[:LIMIT])
             _file = file.name
-        except OSError:  # the file system of temporary files may be the one that is full
+        except OSError:  # the full disk may be that of temporary files
             return ""
-    return f" What the libraries said is in {_file}."
+    return f" The libraries' output is in {_file}."
 
 
 def _keep(text: str) -> None:

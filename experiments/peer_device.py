@@ -1,4 +1,4 @@
-"""The device of PyTorch when it is timed beside JAX: of the kind that JAX is on."""
+"""Device of PyTorch when it is timed beside JAX: the kind of device that JAX is on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def torch_device() -> str:
     """Return PyTorch's name of the device that JAX computes on: "cuda" or "cpu".
 
     Raises:
-      ConfigError: where JAX is on a GPU and PyTorch cannot be.
+      ConfigError: if JAX is on a GPU and PyTorch cannot use one.
     """
     import jax
 
@@ -29,7 +29,7 @@ def torch_device() -> str:
 
 
 def described(device: str) -> str:
-    """Name a device of PyTorch's for a result."""
+    """Name a PyTorch device for a result."""
     if device != "cuda":
         return device
     import torch
@@ -38,7 +38,7 @@ def described(device: str) -> str:
 
 
 def exact_products() -> contextlib.AbstractContextManager:
-    """Have JAX multiply float32 as PyTorch does by default, which is not in TF32.
+    """Make JAX multiply float32 as PyTorch does by default, which is not in TF32.
 
     On a CPU both do so anyway.
     """

@@ -1,17 +1,18 @@
-"""Plan a pipelined run: what each stage takes, and what would make it faster; nothing is run.
+"""Plan a pipelined run: time and memory of each stage, and faster settings; nothing is run.
 
     eejax plan --config=configs/ee_llm_7b.py --config.mesh.pipe=4 [--memory_gib=80]
 
-Time of each stage, memory of a device, the simulated step and its bubbles, all activation and exit
-policies beside each other, and what is suggested: how layers and exits are laid onto stages, the
-policies, the number of microbatches, and what filling the bubbles would give.
+It shows the time of each stage, memory of a device, the simulated step and its bubbles, all
+activation and exit policies beside each other, and suggestions: how to lay layers and exits onto
+stages, the policies, the number of microbatches, and the gain of filling the bubbles.
 
 Times are counts of floating-point operations (`pipeline.costs.model_costs`), divided by mesh.model,
-in seconds at 1 TFLOP/s: communication, the speed of small microbatches and all that is not a matrix
-product are not in them. With --measure they are seconds of three stages on this machine's devices
-(`slot_costs`; every exit as long as the first). Memory is estimated: the state exactly,
-activations as the backward pass of one layer asks for them (`pipeline.costs.layer_kept`), without
-XLA's own temporaries. --out leaves a Gantt picture there, --json prints one JSON object at the end.
+in seconds at 1 TFLOP/s. They do not include communication, the speed of small microbatches and
+anything that is not a matrix product. With --measure they are seconds of three stages on this
+machine's devices (`slot_costs`; every exit as long as the first). Memory is estimated: the state
+exactly, activations by the needs of one layer's backward pass (`pipeline.costs.layer_kept`),
+without XLA's own temporaries. --out saves a Gantt picture there, --json prints one JSON object at
+the end.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ config_flags.DEFINE_config_file(
 )
 _MEMORY = flags.DEFINE_float("memory_gib", None, "Memory of a device.", lower_bound=0)
 _MEASURE = flags.DEFINE_bool("measure", False, "Measure times on the devices of this machine.")
-_OUT = flags.DEFINE_string("out", None, "Where gantt.png is left.")
+_OUT = flags.DEFINE_string("out", None, "Folder for gantt.png.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 flags.mark_flags_as_required(["config"])
 
 GIB = 2**30
 REMATS = ("none", "dots", "full")
-BUBBLE = 0.1  # the share of a step that is thought too much
+BUBBLE = 0.1  # share of a step above which bubbles count as too large
 
 
 def main() -> None:
@@ -70,7 +71,13 @@ def measured(experiment):
 
 
 def plan(experiment, limit: int | None = None, parts=None) -> dict:
-    """Everything that is shown, as JSON values. limit: bytes of a device; parts: measured times."""
+    """Return everything that is shown, as JSON values.
+
+    Args:
+      experiment: the experiment.
+      limit: bytes of a device.
+      parts: measured times.
+    """
     from eejax.pipeline.costs import memory_vs_1f1b
 
     now = ExperimentStages.of(experiment, parts)
@@ -113,11 +120,11 @@ def plan(experiment, limit: int | None = None, parts=None) -> dict:
 
 
 def suggested(now: ExperimentStages, limit: int | None) -> dict:
-    """The settings that are fastest here, of those that fit.
+    """Return the fastest settings of those that fit.
 
-    Of equally fast ones: the one that keeps most of its activations where the memory is known, else
-    the smallest. Layers and placement first, then policies, then the smallest number of
-    microbatches with bubbles below a tenth of the step.
+    Of equally fast ones it is the one that keeps most of its activations where the memory is known,
+    else the smallest. It considers layers and placement first, then policies, then the smallest
+    number of microbatches with bubbles below a tenth of the step.
     """
     from eejax.pipeline.partition import BALANCED, EVEN, PLACEMENTS, partition
 
@@ -159,8 +166,11 @@ def suggested(now: ExperimentStages, limit: int | None) -> dict:
 
 
 def few_bubbles(now: ExperimentStages, fits) -> int | None:
-    """The smallest number of microbatches, of those that divide the batch, with a bubble below
-    `BUBBLE`; where none has, the one with the smallest. None where nothing fits."""
+    """Return the smallest number of microbatches with a bubble below `BUBBLE`.
+
+    It divides the batch. If none has such a bubble, the number with the smallest bubble is
+    returned, and None if nothing fits.
+    """
     each = now.experiment.train.batch_size // now.experiment.mesh.data
     ways = [now.replace(microbatches=m) for m in range(1, each + 1) if each % m == 0]
     ways = [way for way in ways if fits(way)]
@@ -201,7 +211,7 @@ def free_boundaries(now: ExperimentStages) -> list[int]:
 
 
 def without_early(now: ExperimentStages) -> list[float]:
-    """[stages] time of a microbatch without the early exits."""
+    """Return the time [stages] of a microbatch without the early exits."""
     costs, kinds = now.costs.without_exits, ("forward", "exits", "backward")
     return [
         sum(costs.of(kind, i, now.recompute) for kind in kinds) for i in range(now.partition.stages)
@@ -209,14 +219,14 @@ def without_early(now: ExperimentStages) -> list[float]:
 
 
 def filling(now: ExperimentStages) -> dict | None:
-    """Microbatches that fit into the bubbles (EE-LLM, Appendix C.2), or None where none can."""
+    """Return the microbatches that fit into the bubbles (EE-LLM, Appendix C.2), or None."""
     from eejax.pipeline.partition import INSIDE
     from eejax.pipeline.schedule_fill import filled
 
     p = now.partition
     if p.stages == 1 or now.experiment.pipeline.schedule != "1f1b":
         return None
-    # The ends of a step are where bubbles are: a step of few microbatches has the same.
+    # Bubbles are at the ends of a step, and a step of few microbatches has the same ones.
     few = min(now.microbatches, 4 * p.stages)
     part1 = 0 if now.experiment.loss.distillation else None  # it never meets the final exit
     found = filled(
@@ -325,7 +335,7 @@ def show(result: dict) -> None:
 
 
 def picture(experiment, parts, folder: pathlib.Path) -> pathlib.Path:
-    """The first and last steps, of no more microbatches than can be told apart."""
+    """Draw the first and last steps, of as many microbatches as can be distinguished."""
     from eejax import analysis
     from eejax.analysis.gantt import gantt
     from eejax.pipeline.simulate import simulate

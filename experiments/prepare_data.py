@@ -3,9 +3,9 @@
     eejax prepare-data --config=configs/quickstart.py --workdir=runs/mine \\
         --config.data.source='/data/text/**/*.txt' --workers=8
 
-Give both the same --config and --workdir. Ctrl-C and SIGTERM end it, and so may anything else: the
-same command goes on from where it was. --verify reads what is there once more and packs nothing.
-Exit status: 0 done, 1 a problem that the message names, 128 + signal when stopped.
+Give both commands the same --config and --workdir. After Ctrl-C, SIGTERM or any other end, the same
+command resumes. --verify reads the packed data once more and packs nothing. Exit status: 0 done, 1
+a problem that the message names, 128 + signal when stopped.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from eejax.experiments import launch
 config_flags.DEFINE_config_file(
     "config", None, "The experiment: a config file, or the name of an installed one."
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "The run's; made if it is not there.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it does not exist.")
 _WORKERS = flags.DEFINE_integer(
     "workers", None, "Processes that tokenize; by default one for each core.", lower_bound=1
 )
-_VERIFY = flags.DEFINE_bool("verify", False, "Only see whether what is there is undamaged.")
+_VERIFY = flags.DEFINE_bool("verify", False, "Only check that the packed data is undamaged.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object instead of a table.")
 flags.mark_flags_as_required(["config", "workdir"])
 
 
 class _Stopped(BaseException):
-    """Raised wherever a signal finds us: what was committed needs no goodbye."""
+    """Error that a signal raises; committed work needs no cleanup."""
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
                     progress=bar.update,
                 )
     except _Stopped as stopped:
-        print("stopped: the same command goes on from here", file=sys.stderr)
+        print("stopped: the same command resumes", file=sys.stderr)
         sys.exit(128 + stopped.args[0])
     finally:
         if bar is not None:
@@ -86,7 +86,7 @@ def main() -> None:
 
 def _stop(number: int, _: object) -> NoReturn:
     for again in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(again, signal.SIG_DFL)  # a second one ends at once, which loses no more
+        signal.signal(again, signal.SIG_DFL)  # a second one ends at once, and loses nothing more
     raise _Stopped(number)
 
 
@@ -124,7 +124,7 @@ def _table(result: dict) -> str:
 
 
 class _Bar:
-    """A progress bar; lines now and then without a terminal."""
+    """Progress bar; lines at intervals without a terminal."""
 
     def __init__(self, *, every_seconds: float = 10.0):
         self._terminal, self._every = sys.stderr.isatty(), every_seconds
@@ -134,7 +134,7 @@ class _Bar:
         now = time.monotonic()
         if self._begin is None or progress.bytes < self._seen:  # the next of several data sets
             self.close()
-            # Speed is that of this process: what an earlier one did does not count.
+            # The speed is that of this process, without the work of an earlier one.
             self._begin = self._last = now
             self._first = progress
             self._bar = tqdm(

@@ -1,4 +1,4 @@
-"""Prompts in a file: one a line, as plain text or as a JSON object with a "prompt"."""
+"""Prompts in a file, one a line, as plain text or as a JSON object with a "prompt"."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eejax.common.errors import DataError
 
 
 def read(flag: str, path: str) -> list[str]:
-    """Lines of a file, or of standard input for "-". Raises DataError, which names the flag."""
+    """Read the lines of a file, or of standard input for "-". Errors name the flag."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
         return data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
@@ -24,18 +24,19 @@ def read(flag: str, path: str) -> list[str]:
 def fields(line: str) -> dict[str, Any]:
     """Return the fields of a line: a JSON object if it begins with a brace, else a prompt.
 
-    Raises ValueError for a line that begins with a brace and is no JSON object.
+    Raises:
+      ValueError: for a line that begins with a brace and is not a JSON object.
     """
     if not line.lstrip().startswith("{"):
         return {"prompt": line}
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"is no JSON object that can be read ({error})") from error
+        raise ValueError(f"is not a readable JSON object ({error})") from error
 
 
 def texts(flag: str, path: str) -> list[str]:
-    """The prompts of a file alone. Raises DataError for lines that have none."""
+    """Read only the prompts of a file. Raises `DataError` for lines without one."""
     found = []
     for number, line in enumerate(read(flag, path), 1):
         if not line.strip():

@@ -1,11 +1,11 @@
-"""Train a small early-exit model on the standard library, and show what early exit buys.
+"""Train a small early-exit model on the standard library, and show what early exit saves.
 
     eejax quickstart            (or: make quickstart)
     eejax quickstart --tiny     (shows only that everything works)
 
-Under ten minutes on 2 cores without a GPU. Leaves in --workdir the checkpoint, metrics.jsonl,
-summary.json, sample.txt, and loss.png, quality_speed.png and exits.png. The same command resumes
-a run that was stopped, and only repeats the measurements of one that is done.
+It takes under ten minutes on 2 cores without a GPU. It writes the checkpoint, metrics.jsonl,
+summary.json, sample.txt, and loss.png, quality_speed.png and exits.png into --workdir. The same
+command resumes a run that was stopped, and repeats only the measurements of a finished one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eejax.experiments import config_files, launch
 _DEFAULT = config_files.FOLDER / "quickstart.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment.")
 _WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Where everything is left: runs/quickstart, or runs/tiny with --tiny."
+    "workdir", None, "Folder of the results: runs/quickstart, or runs/tiny with --tiny."
 )
 _TINY = flags.DEFINE_bool("tiny", False, "A model and budget for testing: under a minute.")
 _PAIRS = flags.DEFINE_integer("pairs", 24, "Timed pairs for each threshold.", lower_bound=2)
@@ -34,13 +34,13 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
 THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
 TARGETS = (0.99, 0.97, 0.95)  # agreement of the thresholds whose speed is measured
-MARGIN = 0.003  # of agreement: a threshold at the very edge of its target would not be kept
+MARGIN = 0.003  # margin of agreement: a threshold at the edge of its target might miss it
 EVAL_TOKENS = 150_000  # held-out tokens scored at every exit
 PROMPT_TOKENS, PROMPTS = 64, 12
 
 
 def tiny(experiment):
-    """The same experiment, so small that it shows nothing but that everything works."""
+    """Return the same experiment in a size that shows only that everything works."""
     change = dataclasses.replace
     exits = tuple(change(experiment.model.exits[0], boundary=n) for n in (1, 2))
     return change(
@@ -118,7 +118,7 @@ def main() -> None:
 
 
 def held_out(split, length: int, tokens: int):
-    """Batches evenly over the split, and where their labels lie in it, counted ones only."""
+    """Return batches evenly over the split, and the positions of their counted labels in it."""
     from eejax import data
 
     size = 16
@@ -129,7 +129,7 @@ def held_out(split, length: int, tokens: int):
 
 
 def exit_quality(dataset, model, scores, labels: np.ndarray) -> dict[str, float]:
-    """Bits per byte of every exit, of the trigram on the same tokens, and of zlib."""
+    """Return bits per byte of every exit, of the trigram on the same tokens, and of zlib."""
     from eejax import analysis
     from eejax.train.metrics import exit_names
 
@@ -149,15 +149,16 @@ def exit_quality(dataset, model, scores, labels: np.ndarray) -> dict[str, float]
 
 
 def prompts(split) -> list[list[int]]:
-    """Beginnings for generation, evenly over the held-out text."""
+    """Return beginnings for generation, evenly over the held-out text."""
     starts = np.linspace(0, len(split) - PROMPT_TOKENS - 1, PROMPTS).astype(int)
     return [split.read(int(s), PROMPT_TOKENS).tolist() for s in starts]
 
 
 def measure(model, points, starts, pairs: int):
-    """Wall-clock of `recompute` against `full` at the thresholds that keep TARGETS.
+    """Time `recompute` against `full` at the thresholds that keep TARGETS.
 
-    Interleaved pairs of whole generations (same prompt, same number of tokens, greedy, batch 1).
+    Pairs of whole generations are interleaved (same prompt, same number of tokens, greedy, batch
+    1).
     """
     from eejax import analysis, calibration
     from eejax.inference import Generator
@@ -272,7 +273,7 @@ def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
 
 
 def shell_command() -> str:
-    """The command `eejax` of this environment, as one would type it here."""
+    """Return the command `eejax` of this environment, as a user would type it here."""
     path = pathlib.Path(sys.executable).with_name("eejax")
     if shutil.which("eejax") == str(path):
         return "eejax"

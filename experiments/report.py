@@ -1,11 +1,12 @@
-"""The curves and final figures of several training runs, side by side.
+"""Compare the curves and final figures of several training runs.
 
     eejax report runs/a runs/b --out=report
     eejax report runs/*
 
-Reads each run's config.json and metrics.jsonl, of a run under way too, and writes report.md with
-its pictures into --out: training loss and held-out bits per byte of every exit, gradient norms,
-throughput, learning rate and exit weights, and the settings in which the runs differ.
+It reads each run's config.json and metrics.jsonl, also while a run is going on, and writes
+report.md with its pictures into --out: training loss and held-out bits per byte of every exit,
+gradient norms, throughput, learning rate and exit weights, and the settings that differ between the
+runs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from absl import flags
 from eejax.common.paths import expanded
 from eejax.experiments import launch
 
-_OUT = flags.DEFINE_string("out", "report", "The folder of the report; made if it is not there.")
+_OUT = flags.DEFINE_string("out", "report", "The folder of the report; made if it does not exist.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
 EVALUATIONS = {"eval": "", "eval_ema": ", averaged weights"}  # prefix of the metrics -> meaning
@@ -47,7 +48,7 @@ class RunRecord:
     records: Sequence[Mapping[str, Any]]
 
     def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Steps and finite values of a metric."""
+        """Return steps and finite values of a metric."""
         found = [(r["step"], r[key]) for r in self.records if _is_number(r.get(key))]
         steps, values = zip(*found, strict=True) if found else ((), ())
         return np.array(steps, np.float64), np.array(values, np.float64)
@@ -66,17 +67,17 @@ class RunRecord:
 
     @property
     def steps(self) -> int | None:
-        """Number of steps that were asked for."""
+        """Configured number of steps."""
         train = self.config.get("train")
         return train.get("steps") if isinstance(train, Mapping) else None
 
     def tokens(self, steps: np.ndarray | Sequence[float]) -> np.ndarray:
-        """Tokens trained on after so many steps; evenly many between those that were logged."""
+        """Return the tokens after each step, interpolated evenly between logged steps."""
         at, seen = self.series("tokens_seen")
         return np.interp(steps, np.append(0.0, at), np.append(0.0, seen))
 
     def evaluation(self, prefix: str) -> dict[str, float]:
-        """The last record with 'PREFIX/...': its step, and 'loss/exit_3' and the like."""
+        """Return the last record with 'PREFIX/...': its step, and values such as 'loss/exit_3'."""
         for record in reversed(self.records):
             start = f"{prefix}/"
             found = {k[len(start) :]: v for k, v in record.items() if k.startswith(start)}
@@ -96,7 +97,7 @@ def main(folders: list[str]) -> None:
     for file, (title, figure) in figures(runs).items():
         path = out / file
         if figure is None:
-            path.unlink(missing_ok=True)  # of an earlier report on other runs
+            path.unlink(missing_ok=True)  # pictures of an earlier report on other runs
         else:
             pictures[title] = analysis.save(figure, path)
     differ = analysis.differences({r.name: r.config for r in runs})
@@ -110,9 +111,10 @@ def main(folders: list[str]) -> None:
 
 
 def read_runs(folders: Sequence[str]) -> list[RunRecord]:
-    """Each run once, under its folder's name, with the folders above where that is not enough.
+    """Read each run once, named by its folder, with parent folders where that is ambiguous.
 
-    Raises `DataError` where there is none, or a folder is no run.
+    Raises:
+      DataError: if there is no run, or a folder is not a run.
     """
     from eejax.common.errors import DataError
     from eejax.train.loop import CONFIG
@@ -133,7 +135,7 @@ def read_runs(folders: Sequence[str]) -> list[RunRecord]:
         try:
             config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
         except ValueError as error:
-            raise DataError(f"{path / CONFIG} is no JSON ({error}).") from error
+            raise DataError(f"{path / CONFIG} is not JSON ({error}).") from error
         if not isinstance(config, dict):
             raise DataError(f"{path / CONFIG} holds no settings but {type(config).__name__}.")
         runs.append(RunRecord(name, path, config, read_metrics(path)))
@@ -141,7 +143,7 @@ def read_runs(folders: Sequence[str]) -> list[RunRecord]:
 
 
 def short_names(paths: Sequence[pathlib.Path]) -> list[str]:
-    """Shorten different paths to as many last parts as tell each from the others."""
+    """Shorten different paths to as many last parts as distinguish each from the others."""
     parts = [1] * len(paths)
     while True:
         names = ["/".join(p.parts[-n:]) for p, n in zip(paths, parts, strict=True)]
@@ -152,7 +154,7 @@ def short_names(paths: Sequence[pathlib.Path]) -> list[str]:
 
 
 def exits_of(runs: Sequence[RunRecord], *prefixes: str) -> list[str]:
-    """The exits that any of the runs has a metric PREFIX/NAME of, by depth, the final one last."""
+    """Return the exits with a metric PREFIX/NAME in any run, by depth, the final one last."""
     found = {
         k[len(prefix) + 1 :]
         for prefix in prefixes
@@ -169,7 +171,7 @@ def exits_of(runs: Sequence[RunRecord], *prefixes: str) -> list[str]:
 
 
 def figures(runs: Sequence[RunRecord]) -> dict[str, tuple[str, Any]]:
-    """File -> title and figure, None where no run recorded any of it."""
+    """Return titles and figures by file, None where no run recorded the values."""
     from eejax.analysis import Panel, compare, exit_label
 
     names = [run.name for run in runs]
@@ -237,7 +239,7 @@ def figures(runs: Sequence[RunRecord]) -> dict[str, tuple[str, Any]]:
 
 
 def overview(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: how far each run has come, and how fast."""
+    """Return header and rows with each run's progress and speed."""
     header = ["run", "step", "of", "tokens", "skipped steps", "tokens/s", "MFU"]
     rows = []
     for run in runs:
@@ -257,7 +259,7 @@ def overview(runs: Sequence[RunRecord]) -> tuple[list[str], list[list[str]]]:
 
 
 def evaluations(runs: Sequence[RunRecord]) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Title, header and rows of a table for each unit: every run's last evaluation."""
+    """Return title, header and rows of a table for each unit: every run's last evaluation."""
     tables = []
     for unit, label in HELD_OUT.items():
         found = [
@@ -290,7 +292,7 @@ def total_tokens(run: RunRecord) -> float | None:
 
 
 def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib.Path]) -> str:
-    """report.md."""
+    """Write the text of report.md."""
     from eejax.analysis import markdown_table
 
     parts = ["# Training runs", markdown_table(*overview(runs))]
@@ -311,8 +313,7 @@ def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib
         )
     if other := [field for field in TEXT if field in differ]:
         parts.append(
-            f"The runs differ in {', '.join(other)}: what they are evaluated on is not the same "
-            "text."
+            f"The runs differ in {', '.join(other)}: they are evaluated on different text."
         )
     sizes = [field for field in ("train.eval_batches", "train.batch_size") if field in differ]
     if sizes:
@@ -326,7 +327,7 @@ def markdown(runs, differ: Mapping[str, Mapping], pictures: Mapping[str, pathlib
         for field, by in differ.items():
             values = (json.dumps(by[r.name]) if r.name in by else NONE for r in runs)
             rows.append([field, *values])
-        if len(runs) > len(differ):  # long rather than wide
+        if len(runs) > len(differ):  # prefer a long table to a wide one
             rows = [list(column) for column in zip(*rows, strict=True)]
         parts.append(markdown_table(rows[0], rows[1:]))
     else:

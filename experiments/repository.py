@@ -1,13 +1,13 @@
-"""Measurements of models that are served by choice: what is in a repository, and benchmark scores.
+"""Show, extend or rebuild a repository of measurements of models that are served by choice.
 
     eejax repository --repository=runs/helios.db --scores=small=small.json
     eejax repository --repository=runs/helios.db
     eejax repository --repository=runs/helios.db --rebuild
 
---scores imports benchmark results for the model of a name, as `eejax serve --model` has it:
-the output of `eejax score-tasks --json`, or the results file of lm-eval. A server takes them
-for the quality of its models with --quality=benchmark. --rebuild renames a file that cannot be used
-aside, and makes a new one; nothing is deleted. Without either the content is shown.
+--scores imports benchmark results for the model of a name, as in `eejax serve --model`: the output
+of `eejax score-tasks --json`, or the results file of lm-eval. A server uses them as the quality of
+its models with --quality=benchmark. --rebuild renames an unusable file, and makes a new one;
+nothing is deleted. Without either the content is shown.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from eejax.experiments import launch
 
 _REPOSITORY = flags.DEFINE_string("repository", None, "An SQLite file, as of eejax serve.")
 _SCORES = flags.DEFINE_multi_string(
-    "scores", [], "NAME=RESULTS.json: benchmark results of a model, to be imported."
+    "scores", [], "NAME=RESULTS.json: benchmark results of a model to import."
 )
 _REBUILD = flags.DEFINE_bool("rebuild", False, "Rename the file aside and make a new one.")
 flags.mark_flag_as_required("repository")
@@ -51,14 +51,15 @@ def main() -> None:
         kept.import_scores(scores)
         print(f"{name}: {len(scores)} scores of {len({s.task for s in scores})} tasks from {file}")
     if not (found or _REBUILD.value):
-        print(shown(kept))
+        print(measurement_tables(kept))
     kept.close()
 
 
-def shown(kept) -> str:
+def measurement_tables(kept) -> str:
     """Format tables of the scores and of each model's last evaluation.
 
-    Raises DataError, which names the row, where one cannot be used.
+    Raises:
+      DataError: for a row that cannot be used; the error names it.
     """
     from eejax.analysis import table
     from eejax.helios.objectives import METRICS

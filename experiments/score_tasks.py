@@ -34,10 +34,10 @@ _TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, groups of them, or pa
 _INCLUDE = flags.DEFINE_string("include_path", None, "A folder of more tasks.")
 _EXITS = flags.DEFINE_list("exits", ["all"], "Boundaries of exits; empty for none.")
 _THRESHOLDS = flags.DEFINE_list(
-    "thresholds", [], "Each one for all exits, or one for each, joined by '/': 0.5/0.9."
+    "thresholds", [], "Thresholds: each for all exits, or one for each exit as 0.5/0.9."
 )
-_GATE = flags.DEFINE_enum("gate", "max_probability", GATES, "What thresholds are for.")
-_LIMIT = flags.DEFINE_integer("limit", None, "At most so many of a task's records.", lower_bound=1)
+_GATE = flags.DEFINE_enum("gate", "max_probability", GATES, "Gate of the thresholds.")
+_LIMIT = flags.DEFINE_integer("limit", None, "Maximum records of a task.", lower_bound=1)
 _FEWSHOT = flags.DEFINE_integer(
     "num_fewshot", None, "Examples before each question; by default each task's own.", lower_bound=0
 )
@@ -46,7 +46,7 @@ _LOADING = field_flags.define(load, ("tokenizer", "dtype"))
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 flags.mark_flags_as_required(["model", "tasks"])
 
-DRAWS = 1000  # of which standard errors are estimated that have no formula
+DRAWS = 1000  # bootstrap draws for standard errors without a formula
 
 
 @launch.flags_named({"exit": "exits", "path": "model"})
@@ -59,7 +59,7 @@ def main() -> None:
     lm = EarlyExitLM(_MODEL.value, batch_size=_BATCH_SIZE.value, **_LOADING.values())
     rows = []
     for name, chosen in choices(lm.config.exit_boundaries).items():
-        rows.append((name, lm.at(**chosen)))  # what is wrong is said before the work is done
+        rows.append((name, lm.at(**chosen)))  # errors come before any work
     if not rows:
         raise ConfigError("--exits = '': leaves nothing to score without --thresholds.")
     tasks, found = manager(), []
@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def manager():
-    """lm-eval's index of tasks. Raises ConfigError for what is no folder, or no task."""
+    """Return lm-eval's index of tasks. Raises `ConfigError` for a missing folder or task."""
     from lm_eval.tasks import TaskManager
 
     folder = _INCLUDE.value
@@ -100,11 +100,13 @@ def choices(boundaries: tuple[int, ...]) -> dict[str, dict]:
 
 
 def scored(lm, tasks) -> dict[str, dict[str, float]]:
-    """{task: {metric: value}}, of groups too."""
+    """Return {task: {metric: value}}, of groups too."""
     import lm_eval
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # lm-eval would fork a process that runs JAX's threads
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it would say of each row what it assumes
+    logging.getLogger("lm_eval").setLevel(
+        logging.ERROR
+    )  # it would log its assumptions for each row
     with contextlib.redirect_stdout(sys.stderr):
         results = lm_eval.simple_evaluate(
             model=lm,

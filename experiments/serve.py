@@ -5,11 +5,11 @@
     eejax serve --model=small=runs/small --model=large=runs/large \\
         --objective=throughput
 
-Clients take http://HOST:PORT/v1 for the address of OpenAI's; what requests may ask beyond that is
-in docs/SERVING.md. Each model has an engine in a process of its own, which is started again where
-it ends. With --objective all models are served as one, "auto", by one process, which chooses the
-model, and how much of it is loaded. Ctrl-C, or SIGTERM, takes no more requests and ends once those
-under way are answered, for which they have --grace seconds.
+Clients use http://HOST:PORT/v1 in place of OpenAI's address; docs/SERVING.md describes further
+fields of requests. Each model has an engine in a process of its own, which is restarted if it ends.
+With --objective all models are served as one, "auto", by one process, which chooses the model and
+the number of its loaded layers. On Ctrl-C or SIGTERM the server refuses new requests, gives running
+ones --grace seconds to finish, and ends.
 """
 
 from __future__ import annotations
@@ -64,19 +64,19 @@ _HTTP = field_flags.define(
 _KEYS = flags.DEFINE_string(
     "keys",
     None,
-    "A file of keys, one a line, of which clients must bring one. Default: those of "
-    "$EEJAX_KEYS, separated by commas; without either nobody is asked.",
+    "A file of keys, one a line, of which clients must send one. Default: those of "
+    "$EEJAX_KEYS, separated by commas; without either no key is required.",
 )
 _OBJECTIVE = flags.DEFINE_enum(
     "objective",
     None,
     ["throughput", "response_time", "accuracy", "perplexity", "energy", "goodput"],
-    'Serve all models as one, "auto": the server chooses which, and how much of it is loaded.',
+    'Serve all models as one, "auto": the server chooses the model and its loaded layers.',
 )
 _LIMITS = flags.DEFINE_list(
     "limits",
     [],
-    "METRIC=VALUE,...: with --objective, what has to be kept: ttft, ttft_p99, tpot "
+    "METRIC=VALUE,...: with --objective, limits to keep: ttft, ttft_p99, tpot "
     "(seconds at most), accuracy (--quality of the answers, at least), perplexity (at most), ...",
 )
 _PROMPTS = flags.DEFINE_string(
@@ -88,7 +88,7 @@ _PROMPTS = flags.DEFINE_string(
 _BUDGET = flags.DEFINE_string(
     "budget",
     None,
-    "With --objective: most bytes of weights and requests, as 500M or 2G; fewer "
+    "With --objective: maximum bytes of weights and requests, as 500M or 2G; fewer "
     "layers leave room for more requests, up to --slots. Default: no limit.",
 )
 _FLEET = field_flags.define(
@@ -109,7 +109,7 @@ def main() -> None:
 
     models = named("model", "NAME=PATH", _MODEL.value)
     if not models:
-        raise ConfigError("--model: name one at least, as NAME=PATH.")
+        raise ConfigError("--model: name at least one, as NAME=PATH.")
     thresholds = {
         name: tuple(launch.numbers("thresholds", text.split(",")))
         for name, text in named("thresholds", "NAME=T or NAME=T,T", _THRESHOLDS.value).items()
@@ -148,7 +148,7 @@ def keys() -> tuple[str, ...]:
             raise ConfigError(f"--keys = {_KEYS.value!r}: holds no key.")
     found = tuple(key.strip() for key in given if key.strip())
     if not found and "EEJAX_KEYS" in os.environ:
-        launch.say("$EEJAX_KEYS holds no key: nobody is asked for one")
+        launch.say("$EEJAX_KEYS holds no key: none is required")
     return found
 
 
@@ -157,8 +157,8 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
     from eejax.serving.answers import ExitDefaults
 
     own = [flag.name for flag in (_LIMITS, _PROMPTS, _BUDGET) if flag.present]
-    if given := [*own, *_FLEET.given(), *_CONTROLLER.given()]:
-        raise ConfigError(f"--{given[0]}: goes with --objective, which names what is best.")
+    if given := [*own, *_FLEET.on_command_line(), *_CONTROLLER.on_command_line()]:
+        raise ConfigError(f"--{given[0]}: requires --objective.")
     mesh = _MESH() if _MESH["model"] > 1 else None
     drafts = _DRAFTS["drafts"]
     builds = {name: _ENGINE(source=path, drafts=drafts, mesh=mesh) for name, path in models.items()}
@@ -179,7 +179,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
         ("drafts", _DRAFTS["drafts"], 0),
     ):
         if value > least:
-            raise ConfigError(f"--{flag} = {value}: does not go with --objective.")
+            raise ConfigError(f"--{flag} = {value}: must be left out with --objective.")
     budget = {} if _BUDGET.value is None else {"budget": size("budget", _BUDGET.value)}
     limits = named("limits", "METRIC=VALUE, or several with a comma between", _LIMITS.value)
     limits = {
@@ -188,7 +188,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     }
     with launch.flags_named(limit_flags()):
         aims = _FLEET(objective=_OBJECTIVE.value, limits=limits, options=_CONTROLLER(**budget))
-    if "repository" in _FLEET.given():  # fail now, before models are measured
+    if "repository" in _FLEET.on_command_line():  # fail now, before models are measured
         if not _FLEET["repository"]:
             raise ConfigError("--repository = '': must name a file.")
         try:
@@ -332,7 +332,7 @@ def report(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any
             launch.say(f"{name}: {value}")
         elif what == "restart":
             before, newline, last = value.strip().rpartition("\n")
-            if newline:  # where it failed, of which the last line says how
+            if newline:  # a traceback, whose last line is the error
                 launch.say(before)
             launch.say(f"{name}: the engine ended ({last}); starting another ...")
 
@@ -347,7 +347,7 @@ def bound(host: str, port: int):
     try:
         return socket.create_server((host, port), family=family, reuse_port=False)
     except OSError as error:
-        message = f"--host = {host!r}, --port = {port}: cannot be listened at ({error})."
+        message = f"--host = {host!r}, --port = {port}: cannot listen there ({error})."
         raise ConfigError(message) from error
 
 

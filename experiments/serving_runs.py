@@ -20,8 +20,13 @@ import numpy as np
 
 @contextlib.contextmanager
 def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, str]]:
-    """(process, address) of `eejax serve`, at any free port; it is told to end, and has
-    `wait` seconds for it. Raises RuntimeError, with what it said, where it does not come up."""
+    """Run `eejax serve` at any free port; yield (process, address).
+
+    At the end it is terminated, and has `wait` seconds for that.
+
+    Raises:
+      RuntimeError: if the server does not start, with its output.
+    """
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "eejax.experiments.serve", "--port=0", *flags],
         stderr=subprocess.PIPE,
@@ -52,7 +57,7 @@ def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, 
         try:
             process.wait(wait)
         finally:
-            process.kill()  # which does nothing to one that has ended
+            process.kill()  # does nothing if it has ended
             process.wait()
             reading.join()
 
@@ -61,8 +66,10 @@ def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, 
 class AnsweredRequest:
     """An answered request.
 
-    begin: seconds at which it was sent. times: seconds at which each token came. text: of all
-    tokens.
+    Attributes:
+      begin: seconds at which it was sent.
+      times: seconds at which each token came.
+      text: text of all tokens.
     """
 
     begin: float
@@ -79,8 +86,11 @@ class AnsweredRequest:
 
 
 async def ask(client, wanted, fields: dict) -> AnsweredRequest:
-    """Streams a completion through an `httpx.AsyncClient`. Raises RuntimeError for what is no
-    answer."""
+    """Stream a completion through an `httpx.AsyncClient`.
+
+    Raises:
+      RuntimeError: for a response that is not an answer.
+    """
     prompt, limit = wanted
     asked = fields | dict(
         prompt=list(prompt),
@@ -107,7 +117,7 @@ async def ask(client, wanted, fields: dict) -> AnsweredRequest:
 
 
 async def closed_loop(client, clients: Sequence[Sequence], fields: dict) -> list[AnsweredRequest]:
-    """All requests of all clients, each of which asks one after the other."""
+    """Send all requests of all clients, each of which sends one after the other."""
 
     async def one(own) -> list[AnsweredRequest]:
         return [await ask(client, wanted, fields) for wanted in own]
@@ -118,7 +128,7 @@ async def closed_loop(client, clients: Sequence[Sequence], fields: dict) -> list
 async def arriving(
     client, requests: Sequence, rate: float, seed: int, fields
 ) -> list[AnsweredRequest]:
-    """Requests that come by chance, so many a second (Poisson), whoever else is waiting."""
+    """Send requests at random times, `rate` a second (Poisson), whatever is still running."""
     rng = np.random.default_rng(seed)
     tasks = []
     for wanted in requests:
@@ -128,7 +138,10 @@ async def arriving(
 
 
 def through_scheduler(scheduler, clients: Sequence[Sequence], policy) -> tuple[float, list]:
-    """`closed_loop` without a server: (seconds, tokens of every request, client by client)."""
+    """Run `closed_loop` without a server.
+
+    Returns (seconds, tokens of every request, client by client).
+    """
     from eejax.inference.request import EngineRequest
 
     left = [collections.deque(enumerate(own)) for own in clients]
@@ -152,7 +165,7 @@ def through_scheduler(scheduler, clients: Sequence[Sequence], policy) -> tuple[f
 
 
 def times_of(answers) -> dict:
-    """Milliseconds, 50th and 99th percentile."""
+    """Return milliseconds, 50th and 99th percentile."""
 
     def pair(values):
         return [1e3 * float(np.percentile(values, p)) for p in (50, 99)]

@@ -1,11 +1,11 @@
-"""Costs of a pipeline's operations on the devices at hand, measured with the executor itself.
+"""Costs of a pipeline's operations on the available devices, measured with the executor itself.
 
-A model of three stages with an early exit on what enters the second has every part of a pipeline on
-its own: the first stage embeds, the last one has the final exit, and each holds as many layers and
-one vocabulary table. One table of the schedule runs a microbatch through; others begin with several
-more of one operation on one stage, the other stages idle. An operation takes the difference over
-their number, less a step in which nobody does anything but exchange values: the median over
-repetitions in turn, so that a noise that lasts slows a table and the one it is compared with alike.
+A model of three stages with an early exit on the input of the second has every part of a pipeline
+separately: the first stage embeds, the last one has the final exit, and each holds as many layers
+and one vocabulary table. One table of the schedule runs a microbatch through; others begin with
+several more of one operation on one stage, the other stages idle. The cost of an operation is the
+difference divided by their number, less a step in which stages only exchange values. It is the
+median over repetitions in turn, so that lasting noise slows a table and its baseline alike.
 """
 
 from __future__ import annotations
@@ -29,10 +29,17 @@ SLOTS = (
 
 
 class MicrobatchCosts(NamedTuple):
-    """Seconds of a microbatch: one layer, one early exit, the final exit, the embedding, and the
-    exchange between two steps. spread: quartile distance over the median, of each operation.
+    """Seconds of the operations of a microbatch.
 
-    An exit's forward and backward pass are one operation, of which a third is called forward.
+    An exit's forward and backward pass are one operation, of which a third counts as forward.
+
+    Attributes:
+      layer: one layer, forward and backward.
+      exit: one early exit, forward and backward.
+      final: the final exit, forward and backward.
+      embedding: the embedding, forward and backward.
+      exchange: the exchange between two steps.
+      spread: quartile distance over the median, of each operation.
     """
 
     layer: tuple[float, float]
@@ -43,7 +50,7 @@ class MicrobatchCosts(NamedTuple):
     spread: dict[str, float]
 
     def costs(self, layers, entry=(), inner=()):
-        """`StageCosts` of stages with so many layers and exits (`simulate.stage_costs`)."""
+        """Return `StageCosts` of stages with these layers and exits (`simulate.stage_costs`)."""
         from eejax.pipeline.simulate import PassTime, stage_costs
 
         of = {
@@ -53,7 +60,7 @@ class MicrobatchCosts(NamedTuple):
 
 
 def three_stages(model, layers: int):
-    """The model to measure: three stages of `layers`, and its first exit, if any, between two."""
+    """Return the model to measure: three stages of `layers`, and its first exit between two."""
     exits = tuple(dataclasses.replace(e, boundary=layers) for e in model.exits[:1])
     windows = model.sliding_window
     if isinstance(windows, tuple):
@@ -62,7 +69,7 @@ def three_stages(model, layers: int):
 
 
 def pipelined(model, mesh_config, remat: str, devices=None):
-    """A pipeline and its parameters, random, laid onto the mesh."""
+    """Return a pipeline and its parameters, random, laid onto the mesh."""
     import jax
 
     from eejax.models import params
@@ -84,7 +91,7 @@ def pipelined(model, mesh_config, remat: str, devices=None):
 
 
 def batch(pipeline, rows: int, length: int):
-    """Tokens, and the same as labels [rows, length], as every process makes them."""
+    """Return random tokens [rows, length], the same in every process, and the same as labels."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
@@ -98,8 +105,10 @@ def batch(pipeline, rows: int, length: int):
 
 
 def run_of(pipeline, parameters, table, rows: int, length: int):
-    """(a run of a table for `analysis.interleave`, the compiled program). A microbatch has `rows`
-    sequences on each device."""
+    """Return a run of a table for `analysis.interleave`, and the compiled program.
+
+    A microbatch has `rows` sequences on each device.
+    """
     import jax
 
     from eejax.pipeline import runner
@@ -112,7 +121,7 @@ def run_of(pipeline, parameters, table, rows: int, length: int):
 
 
 def slot_tables(more: int, recompute: bool) -> dict:
-    """Return a table for each of `SLOTS`, and `IDLE`, that begins with `more` steps of that alone.
+    """Return a table for each of `SLOTS` and `IDLE`, which begins with `more` steps of it.
 
     The table of None has no such steps.
     """
@@ -149,7 +158,7 @@ def time_slots(
     more: int,
     clock=time.perf_counter,
 ):
-    """{key of `slot_tables`: seconds [repetitions]} of this process."""
+    """Return {key of `slot_tables`: seconds [repetitions]} of this process."""
     from eejax.analysis import interleave
 
     tables = slot_tables(more, pipeline.remat == "full")
@@ -195,7 +204,8 @@ def measure(
     It runs on three of this process's devices, or on three stages of `mesh`'s data- and
     tensor-parallel devices.
 
-    Raises `ConfigError` where there are too few.
+    Raises:
+      ConfigError: if there are too few devices.
     """
     from eejax.sharding.mesh import MeshConfig
 

@@ -1,4 +1,4 @@
-"""An experiment on the stages of its pipeline: time and memory, without running it."""
+"""Time and memory of an experiment on the stages of its pipeline, without running it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import numpy as np
 class ExperimentStages:
     """An experiment on its stages. Changed copies are other ways to run it.
 
-    rows: sequences of a microbatch on a device. parts: measured times, or None.
+    Attributes:
+      rows: sequences of a microbatch on a device.
+      parts: measured times, or None.
     """
 
     experiment: object
@@ -25,7 +27,7 @@ class ExperimentStages:
 
     @classmethod
     def of(cls, experiment, parts=None) -> ExperimentStages:
-        """Build stages. Raises `ConfigError` for what training would refuse."""
+        """Build the stages. Raises `ConfigError` for settings that training would refuse."""
         from eejax.common.errors import require
         from eejax.pipeline.partition import partition
 
@@ -34,7 +36,7 @@ class ExperimentStages:
             experiment.tuned is None,
             "tune.part",
             experiment.tune.part,
-            "must be another: exits that are tuned have no plan",
+            "must not be exits alone: tuned exits have no plan",
         )
         parted = mesh.data * train.microbatches
         require(
@@ -113,8 +115,11 @@ class ExperimentStages:
         )
 
     def work(self, stage: int) -> dict[str, float]:
-        """Time of a microbatch on a stage: forward, backward, exits, total, share of exits. The
-        exits are the early ones and, on the last stage, the final one."""
+        """Return the times of a microbatch on a stage.
+
+        They are forward, backward, exits, total, and share of exits. The exits are the early ones
+        and, on the last stage, the final one.
+        """
         from eejax.pipeline.simulate import BACKWARD, EXITS, FORWARD
 
         inner = self.costs.inner[stage].total
@@ -142,16 +147,17 @@ class ExperimentStages:
 
     @property
     def bubble(self) -> float:
-        """Share of the step in which the busiest stage has nothing to do."""
+        """Share of the step in which the busiest stage is idle."""
         return 1 - self.microbatches * self.work(self.bottleneck)["total"] / self.step
 
     @functools.cached_property
     def memory(self) -> dict[str, int]:
         """Bytes of a device, the same on every stage, as all run one program.
 
-        state: parameters and moments. gradients: their float32 sums. weights: matrices in the dtype
-        of computation. states, residuals: slots of the rings for hidden states, and of what the
-        backward pass of the layers needs. logits: a chunk of them and of its gradient.
+        They are by part. state: parameters and moments. gradients: their float32 sums. weights:
+        matrices in the dtype of computation. states, residuals: slots of the rings for hidden
+        states, and for the values that the backward pass of the layers needs. logits: a chunk of
+        them and of its gradient.
         """
         from eejax.losses.cross_entropy import chunk_size
         from eejax.pipeline.schedule import rings
@@ -162,7 +168,7 @@ class ExperimentStages:
         distils = bool(e.loss.distillation and c.n_exits)
         ring = rings(self.schedule, self.partition.input_exit_stages, distils)
         state = tokens * c.d_model * np.dtype(_dtype(c)).itemsize // cut
-        # "full" keeps the input, which is among the states, and runs a stage again as "dots" does.
+        # "full" keeps the input, which is one of the states, and reruns a stage as "dots" does.
         kept = "dots" if self.recompute else self.remat
         slots = 1 if self.recompute else ring.n_residuals
         layer = self.rows * _layer_kept(c, e.data.length, kept, shards, e.mesh.sequence)
@@ -182,7 +188,7 @@ class ExperimentStages:
 
 
 def _times(costs, factor: float):
-    """`StageCosts` multiplied by a number."""
+    """Multiply `StageCosts` by a number."""
 
     def scale(works):
         return tuple(w * factor for w in works)
@@ -204,8 +210,11 @@ def _dtype(model):
 
 @functools.cache
 def _layer_kept(model, length: int, remat: str, shards: int, sequence: bool) -> int:
-    """Bytes of one sequence that a layer keeps on one shard. With sequence parallelism everything
-    is cut, without it what all shards hold whole is not."""
+    """Return the bytes of one sequence that a layer keeps on one shard.
+
+    With sequence parallelism everything is sharded; without it, values that all shards hold whole
+    are not.
+    """
     from eejax.pipeline.costs import layer_kept
 
     if sequence:

@@ -13,9 +13,9 @@ STEPS, ROUNDS = 16, 9  # tokens of a timed run, and runs
 
 
 def of_segments(params, config, widths: Sequence[int] = (1,)) -> tuple[np.ndarray, np.ndarray]:
-    """(seconds of each segment for so many rows of a request [widths, e], of each head [e]).
+    """Measure the seconds of each segment for `widths` rows [widths, e], and of each head [e].
 
-    Beside a cache as long as the context; medians over runs in turns.
+    They are medians over runs in turns, beside a cache as long as the context.
     """
     from eejax.analysis import interleave
     from eejax.inference.weights import prepare
@@ -25,11 +25,11 @@ def of_segments(params, config, widths: Sequence[int] = (1,)) -> tuple[np.ndarra
 
 
 def segment_runs(weights, config, widths: Sequence[int], length: int):
-    """(runs to be timed as `analysis.interleave` does, what makes `of_segments`' of their seconds):
-    beside a cache of `length` positions, half of it written.
+    """Return the runs to time by `analysis.interleave`, and a function of their seconds.
 
-    A segment's seconds are what it adds to those below it: alone, its weights might stay in a
-    processor's cache that all of them together do not fit.
+    The function returns the seconds of `of_segments`, beside a cache of `length` positions, half of
+    it written. A segment's seconds are what it adds to those below it: alone, its weights might
+    stay in a processor's cache that does not hold all segments.
     """
     import jax.numpy as jnp
 
@@ -41,7 +41,7 @@ def segment_runs(weights, config, widths: Sequence[int], length: int):
     start = jnp.full((1,), cache.length // 2, jnp.int32)
 
     def through(weights, carry):
-        """Rows through the segments there are caches of; they come out as the next ones."""
+        """Run rows through the segments that have caches; the results are the next rows."""
         runner, x, parts = SegmentRunner(weights, config), carry[0], []
         for i, (_, kvs, block) in enumerate(carry[1]):
             x, *part = runner.run(i, x, start, kvs, block)
@@ -58,17 +58,17 @@ def segment_runs(weights, config, widths: Sequence[int], length: int):
     def read(seconds):
         seconds = np.asarray(seconds) / STEPS
         upto = seconds[:-n].reshape(len(widths), n)
-        upto = np.maximum.accumulate(upto, 1)  # noise is no gain
+        upto = np.maximum.accumulate(upto, 1)  # removes noise: more segments are never faster
         return np.diff(upto, axis=1, prepend=0.0), seconds[-n:]
 
     return _loops(weights, steps), read
 
 
 def of_layers(params, config, widths: Sequence[int]):
-    """(`ForwardTimes` of one token; by width, the times of one that so many rows take).
+    """Measure (`ForwardTimes` of one token; by width, the times of one that `width` rows take).
 
-    Layers are taken to be equal: each has its share of all of them. An exit's time is that of its
-    own layers, its head, and a look at the logits.
+    Layers count as equal: each has its share of all of them. An exit's time is that of its own
+    layers, its head, and the evaluation of the logits.
     """
     import jax.numpy as jnp
 
@@ -95,7 +95,7 @@ def of_layers(params, config, widths: Sequence[int]):
     seconds = np.median(interleave(loops, ROUNDS, time.perf_counter), 1) / STEPS
     alone = float(seconds[0])
     times = ForwardTimes((alone / config.n_layers,) * config.n_layers, tuple(seconds[-n:].tolist()))
-    # More rows are no faster; where it seems so, that is noise.
+    # More rows are never faster, except by noise.
     factors = np.maximum.accumulate(seconds[:-n] / alone).tolist()
     return times, dict(zip(widths, factors, strict=True))
 
@@ -107,7 +107,7 @@ def _rows(config, width: int):
 
 
 def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]]:
-    """A run of every exit: its head, and with `blocks` the layers of its own below it."""
+    """Return a run of every exit: its head, and with `blocks` the layers of its own below it."""
     import jax.numpy as jnp
 
     from eejax.gates.confidence import max_probability
@@ -120,7 +120,7 @@ def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]
         if blocks is not None:
             _, h, _, block = runner.run(e, x, start, (), block)
         y = runner.reader(e, h[:, 0]).logits()
-        # The next row depends on this one's logits, so that none is made but once.
+        # The next row depends on these logits, so that XLA cannot hoist them out of the loop.
         return jnp.where(max_probability(y)[:, None, None] < 2, x, -x), block, argmax(y)
 
     token, of = jnp.zeros((1,), jnp.int32), blocks or (None,) * n
@@ -128,7 +128,7 @@ def _heads(config, n: int, blocks=None, start=None) -> list[tuple[Callable, Any]
 
 
 def _loops(weights, steps: list[tuple[Callable, Any]]) -> list[Callable]:
-    """A run of each step(weights, carry): `STEPS` of them in one compiled loop."""
+    """Return a run of each step(weights, carry), `STEPS` of them in one compiled loop."""
     import jax
     from jax import lax
 

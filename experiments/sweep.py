@@ -1,15 +1,15 @@
-"""Quality against speed of a trained model: what every gate does at every threshold.
+"""Measure quality and speed of a trained model for every gate at every threshold.
 
     eejax sweep --workdir=runs/quickstart
     eejax sweep --workdir=runs/quickstart --gates=margin,patience --exits=3 --time
 
 One teacher-forced pass over the run's held-out text (or --text) answers for all gates, thresholds
 and exits at once: agreement with the full model, perplexity and bits per byte against mean depth.
-Prints a table and draws WORKDIR/sweep.png. With --time segments and heads are timed here, and
-depth becomes predicted time: that of the layers and heads a token needs before it leaves (tokens
-that wait for deeper layers add to the steps that take them along, which is not counted). Without
---thresholds each gate has its own, spread over what it says about this text; the gate "fixed"
-takes each exit in turn, for all tokens. With --json the last line printed is one JSON object.
+It prints a table and draws WORKDIR/sweep.png. With --time segments and heads are timed here, and
+depth becomes predicted time: that of the layers and heads a token needs before it leaves. Tokens
+that wait for deeper layers add to the steps that run them, which is not counted. Without
+--thresholds each gate has its own, spread over its confidences on this text; the gate "fixed" uses
+each exit in turn, for all tokens. With --json the last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from eejax.train.runs import open_run
 
 _RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
 _TEXT = flags.DEFINE_multi_string("text", [], "Text files or globs to score instead.")
-_TOKENS = flags.DEFINE_integer("tokens", 100_000, "About so many, evenly spread.", lower_bound=1)
+_TOKENS = flags.DEFINE_integer(
+    "tokens", 100_000, "Approximate tokens, evenly spread.", lower_bound=1
+)
 _GATES = flags.DEFINE_list("gates", None, "Names of gates; all by default.")
-_THRESHOLDS = flags.DEFINE_list("thresholds", None, "For every gate; each gate's own by default.")
+_THRESHOLDS = flags.DEFINE_list("thresholds", None, "For every gate; by default each has its own.")
 _EXITS = field_flags.define(ExitRules, ["exits"])
 _RULES = field_flags.define(ExitRules, ("min_exit_layer", "decay"))
 _TIME = flags.DEFINE_bool("time", False, "Time segments and heads, and predict a token's time.")
 _OUT = flags.DEFINE_string("out", None, "The picture; WORKDIR/sweep.png by default.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
-POINTS = 12  # thresholds of a gate, where none are given
+POINTS = 12  # thresholds of a gate without --thresholds
 SUFFIXES = (".png", ".pdf", ".svg")
 
 
@@ -58,7 +60,7 @@ def main() -> None:
     run = _RUN()
     model, config = run.model, run.model.config
     gates = _GATES.value or available_gates(config)
-    for threshold in thresholds or [1.0]:  # what is wrong is said before the work is done
+    for threshold in thresholds or [1.0]:  # errors come before any work
         for gate in gates:
             ExitPolicy.make(config, 1, threshold, exits=chosen, gate=gate, **rules)
     least = rules.get("min_exit_layer", 0)
@@ -93,14 +95,16 @@ def main() -> None:
             each = [[float(e.boundary != b) for e in config.exits] for b in active]
             points = calibration.sweep(scores, each, gate=gate, costs=costs)
         else:
-            taken = thresholds or own_thresholds(scores, gate, active)
+            taken = thresholds or gate_thresholds(scores, gate, active)
             points = calibration.sweep(scores, taken, active, gate=gate, costs=costs, **rules)
         points.append(calibration.at_threshold(scores, 1.0, costs=costs))
         unique = {point.shares: point for point in points}
         curves[gate] = sorted(unique.values(), key=lambda p: (p.depth, p.seconds or 0.0))
     per_token = scores.bytes_per_token(model.tokenizer)
     if not per_token:
-        raise DataError(f"--text = {_TEXT.value}: holds no byte to score, beside a first one.")
+        raise DataError(
+            f"--text = {_TEXT.value}: must hold at least two bytes, to score the second."
+        )
     result = {
         "step": model.step,
         "tokens": len(scores),
@@ -124,7 +128,7 @@ def main() -> None:
 
 
 def texts(run, folder: str):
-    """Batches of --text, packed in `folder`, or of the run's held-out text."""
+    """Return batches of --text, packed in `folder`, or of the run's held-out text."""
     from eejax import data
     from eejax.train import inputs
 
@@ -141,8 +145,8 @@ def texts(run, folder: str):
     return (inputs.strip(batch, masks) for batch in batches)
 
 
-def own_thresholds(scores, gate: str, active: list[int]) -> list[float]:
-    """Thresholds among which the gate decides differently about this text."""
+def gate_thresholds(scores, gate: str, active: list[int]) -> list[float]:
+    """Return thresholds among which the gate decides differently about this text."""
     boundaries = [e.boundary for e in scores.config.exits]
     if gate == "patience":  # k agree, between k - 1 and k of all exits; 1 would never fire
         counts = np.arange(2, len(active) + 1)
@@ -153,7 +157,7 @@ def own_thresholds(scores, gate: str, active: list[int]) -> list[float]:
 
 
 def describe(point, bytes_per_token: float, costs) -> dict:
-    """A point in numbers; its time is a share of that of all layers."""
+    """Return a point in numbers; its time is a share of that of all layers."""
     return dataclasses.asdict(point) | {
         "perplexity": point.perplexity,
         "bits_per_byte": point.bits_per_byte(bytes_per_token),

@@ -1,9 +1,9 @@
-"""Text of the kinds that mixed prompts are of, without those prompts: what models for them learn.
+"""Write training text of the kinds that mixed prompts are of, without those prompts.
 
     EEJAX_DATA=DATA eejax task-text --output=runs/tasks.jsonl
 
-Reads the task sets and books of $EEJAX_DATA. Whatever shares its question, passage or program with
-a record of mixed_prompts is left out, so that a benchmark on those prompts is of unseen ones.
+It reads the task sets and books of $EEJAX_DATA. Text that shares its question, passage or program
+with a record of mixed_prompts is left out, so that those prompts are unseen in a benchmark.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ BOOKS = (
     "books/great_expectations.txt",
     "wikitext2/valid.txt",
 )
-PIECE = 4000  # characters of a book that are one document
-KEY = 60  # characters in which two texts may not agree
-SHORT = 24  # of a prompt that has no more, and are not to be in a text
+PIECE = 4000  # characters of a document from a book
+KEY = 60  # characters that two texts must not have in common
+SHORT = 24  # the same for a prompt of fewer characters
 
 
 def main() -> None:
@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def prompts(folder: str) -> list[dict]:
-    """The records of mixed_prompts."""
+    """Read the records of mixed_prompts."""
     return list(read(folder, "mixed_prompts/mixed_prompts.jsonl"))
 
 
@@ -66,13 +66,16 @@ def read(folder: str, name: str) -> Iterator[dict]:
 
 
 def plain(text: str) -> str:
-    """Letters and digits alone, so that quotes and spaces do not tell two texts apart."""
+    """Return only the letters and digits, so that quotes and spaces do not make texts different."""
     return re.sub(r"\W+", "", text.lower())
 
 
 class HeldOutTexts:
-    """Texts that are not to be learned; `has` says whether another begins as one of them does, or
-    goes on somewhere, or has the beginning of one in it, be it without a label ("Smoking: ...")."""
+    """Texts that must not be learned.
+
+    `has` returns whether another text begins as one of them does, continues one of them, or
+    contains the beginning of one, even without a label ("Smoking: ...").
+    """
 
     def __init__(self, records: list[dict]):
         prompts = [record["prompt"] for record in records]
@@ -86,7 +89,7 @@ class HeldOutTexts:
 
 
 def documents(folder: str) -> Iterator[tuple[str, str]]:
-    """(what tells a text from others, the text), written as the prompts are."""
+    """Yield (the key that identifies a text, the text), written as the prompts are."""
     for name in ("train_500", "test"):
         for row in read(folder, f"gsm8k/{name}.jsonl"):
             question = row["question"]

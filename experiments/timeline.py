@@ -1,12 +1,13 @@
-"""Performance over prompts of a server that chooses its model, as a picture.
+"""Draw the performance over prompts of a server that chooses its model.
 
     eejax timeline --source=http://127.0.0.1:8000 --output=runs/timeline
 
-Draws throughput, requests per second, time to first token and perplexity over the number of the
+It draws throughput, requests per second, time to first token and perplexity over the number of the
 prompt, with lines where models were reassessed, LD where more layers of one were loaded, and SW
-where another one came to serve (HELIOS, Figures 13, 14 and 16). Perplexity is that of each answer
-under the model that gave it, as its tokens left. --source is the address of a server that runs with
---objective, or the timeline.json of an earlier call. Left in --output: timeline.png, timeline.json.
+where another one began to serve (HELIOS, Figures 13, 14 and 16). Perplexity is that of each answer
+under the model that gave it, by the exits of its tokens. --source is the address of a server that
+runs with --objective, or the timeline.json of an earlier call. The files in --output are
+timeline.png and timeline.json.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def timeline(source: str, model: str) -> dict:
 
 
 def served(source: str, model: str) -> Any:
-    """Return the timeline that a server has of a model. Raises DataError if there is none."""
+    """Return a server's timeline of a model. Raises `DataError` if there is none."""
     import httpx
 
     try:
@@ -92,7 +93,7 @@ def served(source: str, model: str) -> Any:
 
 
 def check(found: Any) -> None:
-    """Raise ConfigError, which names the column and the value, for what is no timeline."""
+    """Raise `ConfigError`, which names the column and the value, for an invalid timeline."""
     from eejax.helios.timeline import EVENT_KINDS
 
     require(isinstance(found, dict), "timeline", type(found).__name__, "must be an object")

@@ -34,7 +34,7 @@ config_flags.DEFINE_config_file(
     "The experiment: a config file, or the name of an installed one. The default needs a "
     "train.base.",
 )
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it does not exist.")
 launch.define_processes()
 flags.mark_flags_as_required(["workdir"])
 

@@ -2,13 +2,12 @@
 
     eejax tune --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
 
-is eejax train with train.base, tune.part = "exits" and tune.exits, on the base's own text.
-
-Only the layers below the deepest tuned exit are read and run, but for --config.loss.distillation=1,
-with which exits learn from the final one, and all layers are run. The workdir ends with the whole
-model, old and new exits, and needs the base no more: evaluate and generate take it as any run.
-Exits that the base has already are tuned from where they are, if they are named. The same command
-resumes; exit status as eejax train.
+It is eejax train with train.base, tune.part = "exits" and tune.exits, on the base's own text. Only
+the layers below the deepest tuned exit are read and run, except with --config.loss.distillation=1,
+where exits learn from the final one and all layers are run. The workdir ends with the whole model,
+old and new exits, and no longer needs the base: evaluate and generate take it as any run. Exits of
+the base are tuned from their values there, if they are named. The same command resumes; the exit
+status is that of eejax train.
 """
 
 from __future__ import annotations
@@ -23,27 +22,30 @@ from ml_collections import config_flags
 from eejax.common.paths import expanded
 from eejax.experiments import config_files, launch
 
-for _argument in sys.argv[1:]:  # before the file, which does not have these sections, is read
+for _argument in sys.argv[1:]:  # before reading the file, which lacks these sections
     if re.match(r"--?(no)?config\.((model|data|tune)\b|train\.base)", _argument):
         sys.exit(
             f"error: {_argument.split('=')[0]}: model and text of a tuning run are those of the "
-            "base; --source, --exits, --head, --norm, --mlp, --block and --start say what is new."
+            "base; set --source, --exits, --head, --norm, --mlp, --block and --start instead."
         )
 
 _DEFAULT = config_files.FOLDER / "tune_exits.py"
-_CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "How the exits are trained.")
+_CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "Settings of the training.")
 _BASE = flags.DEFINE_string(
     "base", None, "The model: a run's workdir, a Hugging Face folder or a name on the Hub."
 )
 _BASE_STEP = flags.DEFINE_integer("base_step", None, "A run's checkpoint, by default the newest.")
-_WORKDIR = flags.DEFINE_string("workdir", None, "Where the run lives; made if it is not there.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it does not exist.")
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the exits: 2,5 is after layers 2 and 5.")
 _HEAD = flags.DEFINE_enum("head", "own", ["own", "tied", "shared"], "Head of the new exits.")
 _NORM = flags.DEFINE_bool("norm", True, "A norm before the head.")
 _MLP = flags.DEFINE_bool("mlp", False, "An mlp before the norm.")
 _BLOCK = flags.DEFINE_bool("block", False, "A whole transformer layer before the norm.")
 _START = flags.DEFINE_enum(
-    "start", "copy", ["copy", "random"], "New exits begin as copies of the model's parts, or anew."
+    "start",
+    "copy",
+    ["copy", "random"],
+    "Initial values of new exits: copies of the model's parts, or random.",
 )
 _SOURCE = flags.DEFINE_list("source", None, "Text files or globs; by default the base's text.")
 launch.define_processes()
@@ -62,7 +64,7 @@ def main() -> None:
 
 
 def experiment():
-    """The experiment: the base's model and text, and its exits tuned as the config file says."""
+    """Return the experiment: the base's model and text, its exits tuned as the config file says."""
     from eejax.common.errors import ConfigError
     from eejax.train.base import base_model, with_base
 
@@ -73,8 +75,8 @@ def experiment():
     shape = [f for f in ("head", "norm", "mlp", "block", "start") if flags.FLAGS[f].present]
     if shape and not new:
         raise ConfigError(
-            f"--{shape[0]}: the base has all of --exits = {','.join(_EXITS.value)}, and they are "
-            "tuned as they are. Leave the flag out, or name a new exit."
+            f"--{shape[0]}: the base has all of --exits = {','.join(_EXITS.value)}, which keep "
+            "their form. Leave the flag out, or name a new exit."
         )
     parts = {f: flags.FLAGS[f].value for f in ("head", "norm", "mlp", "block")}
     values = _CONFIG.value.to_dict()
@@ -86,8 +88,10 @@ def experiment():
 
 
 def text(base) -> dict:
-    """The text of a base of this model configuration, as a section of the experiment: its own if
-    it is a run, or --source."""
+    """Return the text of a base with this configuration, as a section of the experiment.
+
+    It is the base's own if that is a run, or --source.
+    """
     from eejax.checkpoint.model import is_run, load_metadata
     from eejax.common.errors import require
     from eejax.train.config import DataConfig
@@ -97,7 +101,7 @@ def text(base) -> dict:
         metadata = load_metadata(_BASE.value, step=_BASE_STEP.value)
         values = dataclasses.asdict(saved_experiment(metadata).data)
         if not _SOURCE.value:
-            launch.check_own_text(metadata, values["source"], _BASE.value)
+            launch.require_text(metadata, values["source"], _BASE.value)
     else:
         require(
             bool(_SOURCE.value),
@@ -113,7 +117,7 @@ def text(base) -> dict:
             "max_bytes": None,
             "weights": None,
         }
-    # The base's, which need not lie where it was said to.
+    # The base's tokenizer, which may have moved since.
     return values | {"tokenizer": DataConfig.tokenizer}
 
 

@@ -1,4 +1,4 @@
-"""A text's bytes in windows of one length, for models whose tokens are bytes."""
+"""Windows of a text's bytes, of one length, for models whose tokens are bytes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ LENGTH, BATCH = 256, 16
 
 
 def divided(text: bytes, unseen: int) -> tuple[bytes, bytes]:
-    """A text, and its last `unseen` bytes. Raises ConfigError for less than as much before them."""
+    """Divide a text into its beginning and its last `unseen` bytes.
+
+    Raises:
+      ConfigError: if the beginning is shorter than the rest.
+    """
     if len(text) < 2 * unseen:
-        raise ConfigError(f"--unseen = {unseen}: the text has but {len(text)} bytes.")
+        raise ConfigError(f"--unseen = {unseen}: the text has only {len(text)} bytes.")
     return text[:-unseen], text[-unseen:]
 
 
-def given(model: str | None, text: str | None) -> tuple[pathlib.Path, pathlib.Path]:
-    """A checkpoint of bytes and its text: those given, or tinylm and its own of $EEJAX_DATA."""
+def model_and_text(model: str | None, text: str | None) -> tuple[pathlib.Path, pathlib.Path]:
+    """Return a checkpoint of bytes and its text; by default tinylm and its text of $EEJAX_DATA."""
     if (model is None or text is None) and "EEJAX_DATA" not in os.environ:
-        raise ConfigError("--model and --text: must be given where $EEJAX_DATA is not set.")
+        raise ConfigError("--model and --text: are required if $EEJAX_DATA is not set.")
     root = pathlib.Path(os.environ.get("EEJAX_DATA", "."))
     return (
         pathlib.Path(model or root / "models" / "tinylm"),
@@ -32,7 +36,10 @@ def given(model: str | None, text: str | None) -> tuple[pathlib.Path, pathlib.Pa
 
 
 def cut(text: bytes, most: int | None = None) -> np.ndarray:
-    """[n, LENGTH + 1] windows of a text, each one token on from the last one's end, evenly."""
+    """Return evenly spaced windows [n, LENGTH + 1] of a text.
+
+    Each begins with the last token of the one before.
+    """
     ids = np.frombuffer(text, np.uint8).astype(np.int32)
     n = (len(ids) - 1) // LENGTH
     rows = np.arange(n) if most is None else np.linspace(0, n - 1, min(n, most)).astype(int)
@@ -40,7 +47,7 @@ def cut(text: bytes, most: int | None = None) -> np.ndarray:
 
 
 def batches(windows: np.ndarray) -> Iterator[dict[str, np.ndarray]]:
-    """tokens and labels [BATCH, LENGTH]; the last batch is filled up with what does not count."""
+    """Yield tokens and labels [BATCH, LENGTH]; the last batch is padded with ignored labels."""
     for begin in range(0, len(windows), BATCH):
         part = windows[begin : begin + BATCH]
         tokens, labels = part[:, :-1], part[:, 1:]

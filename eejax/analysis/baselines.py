@@ -17,16 +17,16 @@ Counts = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class Trigram:
-    """An interpolated Kneser-Ney trigram over token ids.
+    """Interpolated Kneser-Ney trigram over token ids.
 
-    Each order discounts its counts by a constant and gives what it took to the order below;
-    the orders below count contexts, not occurrences (Kneser & Ney 1995; interpolated as in Chen
-    & Goodman 1998, section 2.7, which found it the strongest of the family). The two discounts
-    are those of `DISCOUNTS` that predict the last tenth of the training text best; the counts
-    are then those of all of it. Needs 12 · vocab_size³ bytes for a moment.
+    Each order discounts its counts by a constant and gives the discounted mass to the order below.
+    The orders below count contexts, not occurrences (Kneser & Ney 1995; interpolated as in Chen &
+    Goodman 1998, section 2.7, which found it the strongest of the family). The two discounts are
+    those of `DISCOUNTS` that predict the last tenth of the training text best; the counts are then
+    those of all of it. Counting needs 12 · vocab_size³ bytes for a moment.
 
     Raises:
-      DataError: too little text, or a token outside 0..vocab_size-1.
+      DataError: for too little text, or a token outside 0..vocab_size-1.
     """
 
     def __init__(self, train: np.ndarray, vocab_size: int):
@@ -42,7 +42,7 @@ class Trigram:
         self._count(train)
 
     def bits(self, tokens: np.ndarray) -> np.ndarray:
-        """[n - 2] bits of each token but the first two, given the two before it."""
+        """Return [n - 2] bits of each token but the first two, given the two before it."""
         return _surprise(self._look_up(tokens), *self.discounts)
 
     def _count(self, tokens: np.ndarray) -> None:
@@ -73,19 +73,19 @@ class Trigram:
 def _surprise(
     found: tuple[Counts, Counts, np.ndarray], bigram_discount: float, trigram_discount: float
 ) -> np.ndarray:
-    """[n] bits of the looked-up trigrams."""
+    """Return [n] bits of the looked-up trigrams."""
     trigrams, bigrams, unigram = found
     lower = _discounted(bigrams, bigram_discount, unigram)
     return -np.log2(_discounted(trigrams, trigram_discount, lower))
 
 
 def _discounted(counts: Counts, discount: float, lower: np.ndarray) -> np.ndarray:
-    """(max(count - D, 0) + D · followers · p_lower) / total, and p_lower for a new context."""
+    """Compute (max(count - D, 0) + D · followers · p_lower) / total; p_lower in a new context."""
     count, total, followers = counts
     kept = np.maximum(count - discount, 0.0) + discount * followers * lower
     return np.where(total > 0, kept / np.maximum(total, 1), lower)
 
 
 def compression_bits_per_byte(text: bytes) -> float:
-    """8 · compressed size / size, of zlib at its highest level."""
+    """Compute 8 · compressed size / size, for zlib at its highest level."""
     return 8 * len(zlib.compress(text, 9)) / len(text)

@@ -17,8 +17,13 @@ BOUNDS = (0.9, 0.95, 0.98)
 def convergence_by_depth(
     boundaries: Sequence[int], cosine: np.ndarray, agree: np.ndarray
 ) -> Figure:
-    """TIDE's convergence analysis (section 5.5): cosine [e, n] of the states at boundaries to the
-    last layer's, and whether the token would be the full model's, agree [e, n] bool."""
+    """Draw TIDE's convergence analysis (section 5.5).
+
+    Args:
+      boundaries: layers below each state.
+      cosine: [e, n] cosine of the states at the boundaries and the last layer's state.
+      agree: [e, n] bool, whether the token is the full model's.
+    """
     with matplotlib.rc_context(STYLE):
         figure = figure_of(10.0, 4.0)
         left, right = figure.subplots(1, 2)

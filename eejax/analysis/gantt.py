@@ -1,4 +1,4 @@
-"""Pictures of who does what when: stages of a pipeline, one below the other, over time."""
+"""Gantt charts of a pipeline's stages over time."""
 
 from __future__ import annotations
 
@@ -29,11 +29,14 @@ def gantt(
     *,
     unit: str = "time",
 ) -> Figure:
-    """One panel below the other on a common axis of time, each a schedule by its title.
+    """Draw schedules one below the other on a common time axis, each under its title.
 
-    Bars are (stage, begin, end, kind, label, critical): the kind one of `LOOKS`, the label written
-    on it (a microbatch's number); what is critical has a dashed outline. Stages count from the top.
-    Raises `ConfigError` for a panel without bars or a kind that is not known.
+    Bars are (stage, begin, end, kind, label, critical): the kind is one of `LOOKS`, the label is
+    written on the bar (a microbatch's number), and critical bars have a dashed outline. Stages
+    count from the top.
+
+    Raises:
+      ConfigError: for a panel without bars or an unknown kind.
     """
     require(bool(panels), "panels", dict(panels), "must have at least one")
     for title, bars in panels.items():

@@ -1,4 +1,4 @@
-"""Read XLA's final program for a GPU: launches, copies, temporaries and what the host decides.
+"""Read XLA's final program for a GPU: launches, copies, temporaries and decisions of the host.
 
 The text is that of `jax.stages.Compiled.as_text`. It names what runs on the device, so launches and
 copies are exact. `hlo_cost` estimates the time.
@@ -57,9 +57,9 @@ UNGRAPHED = ("triton_kernel_call",)
 """Targets of custom calls that CUDA graphs do not take: jax-triton's older form of a call."""
 
 SORTED = 512
-"""Elements of an array from which on XLA may sort it by CUB, where it compiles for a card that is
-there (`sort_rewriter.cc`). CUDA graphs do not take that call, and another compiler does not show
-it."""
+"""Minimum elements of an array that XLA may sort by CUB, where it compiles for a card that is
+present (`sort_rewriter.cc`). CUDA graphs do not take that call, and a compiler without a card does
+not show it."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -92,14 +92,13 @@ class Instruction:
 
     @property
     def target(self) -> str | None:
-        """The target of a custom call."""
+        """Target of a custom call."""
         found = re.search(r'custom_call_target="([^"]+)"', self.rest)
         return found and found[1]
 
     @property
     def branches(self) -> tuple[str, ...]:
-        """Computations of a conditional, by the number that chooses one; a predicate's false is
-        0."""
+        """Computations of a conditional, by branch number; the branch of a false predicate is 0."""
         found = _BRANCHES.findall(self.rest)
         if found and found[0][0]:
             return tuple(name.strip().lstrip("%") for name in found[0][0].split(","))
@@ -107,13 +106,18 @@ class Instruction:
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that a loop, call or fusion runs; not a loop's condition."""
+        """Computations that a loop, call or fusion runs, without a loop's condition."""
         return tuple(_CALLED.findall(self.rest))
 
 
 @dataclasses.dataclass(frozen=True)
 class HloProgram:
-    """A compiled program: the instructions of each computation, by name, and the entry's name."""
+    """A compiled program.
+
+    Attributes:
+      computations: the instructions of each computation, by its name.
+      entry: name of the entry computation.
+    """
 
     computations: Mapping[str, tuple[Instruction, ...]]
     entry: str
@@ -160,7 +164,7 @@ def _instruction(name: str, text: str, root: bool) -> Instruction:
 
 
 def _closed(text: str) -> int:
-    """The index behind the parenthesis that closes the one at 0."""
+    """Return the index behind the parenthesis that closes the one at 0."""
     depth = 0
     for i, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -170,14 +174,14 @@ def _closed(text: str) -> int:
 
 
 def shape(type_: str) -> tuple[int, ...]:
-    """The dimensions of an array's type."""
+    """Return the dimensions of an array's type."""
     if (found := ARRAY.search(type_)) is None:
         raise ValueError(f"{type_}: must be the type of an array")
     return tuple(int(n) for n in found[2].split(",") if n)
 
 
 def nbytes(type_: str) -> int:
-    """Bytes of a type; of all parts of a tuple's."""
+    """Return the bytes of a type; for a tuple, of all its parts."""
     return sum(BYTES.get(array[0], 0) * _elements(array) for array in ARRAY.findall(type_))
 
 
@@ -187,10 +191,10 @@ def _elements(array: tuple[str, str]) -> int:
 
 
 def launches(program: HloProgram, computation: str) -> int:
-    """Count what a computation starts on the device, and all that it runs.
+    """Count what a computation, and everything that it runs, starts on the device.
 
-    Of a conditional the branch counts that starts most. A loop counts as often as XLA knows that it
-    runs, otherwise once.
+    For a conditional, the branch that starts most counts. A loop counts as often as XLA knows that
+    it runs, or else once.
     """
     return sum(_started(program, i) for i in program.computations[computation])
 
@@ -210,16 +214,16 @@ def trips(i: Instruction) -> int:
 
 
 def between(program: HloProgram, computation: str, marks: Callable[[Instruction], bool]) -> float:
-    """Count launches from a marked instruction to the next in the mean.
+    """Count the mean launches from one marked instruction to the next.
 
     Args:
       program: the compiled program.
-      computation: the name of the one whose instructions are marked.
+      computation: the name of the computation whose instructions are marked.
       marks: whether an instruction is marked.
 
     Returns:
-      launches a mark, the marked one's and those of conditionals and loops on the way included
-      (`launches`); 0 with fewer than two marks.
+      launches for each mark, including those of the marked instruction and of conditionals and
+      loops on the way (`launches`); 0 with fewer than two marks.
     """
     body = program.computations[computation]
     at = [n for n, i in enumerate(body) if marks(i)]
@@ -238,15 +242,16 @@ def like(type_: str, array: str) -> int:
 def first_writes(
     program: HloProgram, computation: str, buffer: str, together: int = 2
 ) -> tuple[str, ...]:
-    """Find the instructions that are first to write to a group of buffers, such as a layer's cache.
+    """Find the instructions that first write to a group of buffers, such as a layer's cache.
 
-    An instruction writes to a buffer if it takes one and gives one: a kernel that changes it in its
+    An instruction writes to a buffer if it takes one and returns one: a kernel that changes it in
     place, an update of a slice, a scatter. A copy by itself is part of the write that follows it.
 
     Args:
       program: the compiled program.
-      computation: the name of the one to look at; not what it runs.
-      buffer: a buffer's type, such as "bf16[16,640,128]". Those of the same element and size count.
+      computation: the name of the computation to read; those that it runs are not read.
+      buffer: a buffer's type, such as "bf16[16,640,128]". Buffers of the same element and size
+        count.
       together: buffers of a group: 2, a layer's keys and values.
 
     Returns:
@@ -276,24 +281,24 @@ def first_writes(
     return tuple(found)
 
 
-def copies(program: HloProgram, least: int = 0, inside: str = "conditional") -> dict[str, int]:
-    """Find the bytes that each computation copies where it is a part of a conditional or a loop.
+def copies(program: HloProgram, min_bytes: int = 0, inside: str = "conditional") -> dict[str, int]:
+    """Sum the bytes that each computation copies where it is part of a conditional or a loop.
 
     Args:
       program: the compiled program.
-      least: bytes of the smallest copy that counts.
+      min_bytes: bytes of the smallest copy that counts.
       inside: "conditional" or "while".
 
     Returns:
-      bytes of the copies in a computation, which are read and written once each, by its name;
-      computations that copy nothing are left out. A loop's count once.
+      bytes of the copies in a computation, which are read and written once each, by its name.
+      Computations that copy nothing are left out. Copies in a loop count once.
     """
     found: dict[str, int] = {}
 
     def visit(name: str, counts: bool) -> None:
         if counts and name not in found:
             sizes = [nbytes(i.type) for i in program.computations[name] if i.op == "copy"]
-            found[name] = sum(n for n in sizes if n >= max(least, 1))
+            found[name] = sum(n for n in sizes if n >= max(min_bytes, 1))
         for i, inner in program.nested(name):
             visit(inner, counts or i.op == inside)
 
@@ -302,11 +307,12 @@ def copies(program: HloProgram, least: int = 0, inside: str = "conditional") -> 
 
 
 def temporaries(program: HloProgram, computations: list[str] | None = None) -> dict[str, int]:
-    """Measure what instructions write.
+    """Sum the arrays that instructions write.
 
     Args:
       program: the compiled program.
-      computations: those to look at, with all that they run; the entry by default.
+      computations: names of the computations to read, with everything that they run; the entry by
+        default.
 
     Returns:
       bytes of one array by its type, such as "f32[8,64]", for all types that a result has.
@@ -335,8 +341,8 @@ def on_host(program: HloProgram) -> int:
     """Count the conditionals and loops that the host decides, where loops may be parts of graphs.
 
     A CUDA graph takes conditionals and loops (`--xla_gpu_enable_command_buffer=+WHILE`) unless they
-    hold something that it does not take. Assumes that graphs take everything but `UNGRAPHED` and
-    long sorts (`SORTED`): what became a graph is in XLA's log alone.
+    contain something that it cannot take. The count assumes that graphs take everything but
+    `UNGRAPHED` and long sorts (`SORTED`): only XLA's log says what became a graph.
     """
     memo: dict[str, bool] = {}
 

@@ -1,6 +1,7 @@
 """Estimate the time of XLA's final program for a GPU from the work of every instruction.
 
-A fusion reads of an operand what it slices, and writes of a result what it updates.
+A fusion reads only the slices that it takes of an operand, and writes only what it updates of a
+result.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ from eejax.analysis import hlo
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Operations whose result may take an operand's place, and the number of what they write."""
+"""Operations whose result may alias an operand, and the index of the operand that they write."""
 
 SAME = {"bitcast", "reshape", "get-tuple-element"}
-"""Operations whose result is their operand, or a part of it, as it lies in memory."""
+"""Operations whose result is their operand's memory, or a part of it."""
 
 GEMMS = ("__cublas$gemm", "__cublas$lt$matmul")
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The work of a computation.
+    """Work of a computation.
 
     Attributes:
       bytes: bytes that it reads and writes in device memory.
       flops: operations of its matrix products, two for each multiplication.
       launches: kernels and copies that it starts.
       decisions: conditionals and loops that it decides.
-      seconds: the time by a `Rates`, instruction by instruction.
+      seconds: the estimated time at given `Rates`, instruction by instruction.
     """
 
     bytes: float = 0.0
@@ -51,7 +52,7 @@ class Cost:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """A device's rates, as an estimate takes them.
+    """A device's rates for an estimate.
 
     Attributes:
       bandwidth: bytes a second.
@@ -71,12 +72,12 @@ Branch = Callable[[hlo.Instruction, list[Cost]], int]
 
 
 def dearest(_: hlo.Instruction, costs: list[Cost]) -> int:
-    """Choose the branch that takes longest."""
+    """Choose the branch that takes the most time."""
     return max(range(len(costs)), key=lambda n: costs[n].seconds)
 
 
 def cheapest(_: hlo.Instruction, costs: list[Cost]) -> int:
-    """Choose the branch that takes least time."""
+    """Choose the branch that takes the least time."""
     return min(range(len(costs)), key=lambda n: costs[n].seconds)
 
 
@@ -86,14 +87,14 @@ def estimate(
     rates: Rates,
     branch: Branch = dearest,
 ) -> Cost:
-    """Estimate the work of a computation, and of what it runs once.
+    """Estimate the work of one run of a computation, including what it runs.
 
-    A loop counts as often as XLA knows that it runs, otherwise once.
+    A loop counts as often as XLA knows that it runs, or else once.
 
     Args:
       program: the compiled program.
       computation: its name.
-      rates: what the device does.
+      rates: the device's rates.
       branch: chooses the branch that every conditional takes.
 
     Returns:
@@ -125,7 +126,7 @@ def estimate(
 
 
 def _cost(program: hlo.HloProgram, rates: Rates, types: dict[str, str], i: hlo.Instruction) -> Cost:
-    """An instruction's own; types: those of its computation's instructions by name."""
+    """Return the cost of one instruction; `types` are those of its computation, by name."""
     operands = [types.get(name, "") for name in i.operands]
     if i.op in ("fusion", "fusion-start"):
         moved, flops = _fusion(program, i.called[0])
@@ -146,14 +147,14 @@ def _cost(program: hlo.HloProgram, rates: Rates, types: dict[str, str], i: hlo.I
 
 
 def _aliased(i: hlo.Instruction) -> int:
-    """Bytes of a call's results that take an operand's place, of which it changes a part."""
+    """Return the bytes of a call's results that alias an operand, which it changes in part."""
     parts = [f"{element}[{sizes}]" for element, sizes in hlo.ARRAY.findall(i.type)]
     found = re.findall(r"\{(\d+)\}: \(\d+", i.rest.split("metadata")[0])
     return sum(hlo.nbytes(parts[int(n)]) for n in found)
 
 
 def _fusion(program: hlo.HloProgram, name: str) -> tuple[float, float]:
-    """(bytes, operations) of a fusion: of an operand that it slices only what it takes."""
+    """Return (bytes, operations) of a fusion; only the slices that it takes of operands count."""
     body = program.computations[name]
     types = {j.name: j.type for j in body}
     reads, written = _reads(program, name)
@@ -162,7 +163,10 @@ def _fusion(program: hlo.HloProgram, name: str) -> tuple[float, float]:
 
 
 def _reads(program: hlo.HloProgram, name: str) -> tuple[dict[str, float], float]:
-    """(bytes read of each parameter, infinite for all of it; bytes written) of a fusion's body."""
+    """Return (bytes read of each parameter, bytes written) of a fusion's body.
+
+    The bytes of a parameter that is read whole are infinite.
+    """
     body = program.computations[name]
     types = {j.name: j.type for j in body}
     same = {j.name: j.operands[0] for j in body if j.op in SAME}
@@ -193,7 +197,7 @@ def _reads(program: hlo.HloProgram, name: str) -> tuple[dict[str, float], float]
             elif j.op in SLICES and k == 0:
                 reads[base] += hlo.nbytes(j.type)
             elif j.op in UPDATES and k == 0 and j.name in results:
-                continue  # the result takes its place
+                continue  # the result aliases it
             else:
                 reads[base] = math.inf
         if part is not None and j.name in results:
@@ -202,7 +206,7 @@ def _reads(program: hlo.HloProgram, name: str) -> tuple[dict[str, float], float]
 
 
 def _products(program: hlo.HloProgram, name: str) -> float:
-    """Operations of a fusion's products."""
+    """Return the operations of a fusion's products."""
     types = {j.name: j.type for j in program.computations[name]}
     total = 0.0
     for j in program.computations[name]:
@@ -214,7 +218,7 @@ def _products(program: hlo.HloProgram, name: str) -> float:
 
 
 def _dot(i: hlo.Instruction, operands: list[str]) -> float:
-    """Operations of a product."""
+    """Return the operations of a product."""
     contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
     if not contracted or not operands[0]:
         return 0.0
@@ -224,7 +228,7 @@ def _dot(i: hlo.Instruction, operands: list[str]) -> float:
 
 
 def _called_flops(i: hlo.Instruction, operands: list[str]) -> float:
-    """Operations of a library's product or attention."""
+    """Return the operations of a library's product or attention."""
     target = i.target or ""
     if target in GEMMS:
         contracted = re.search(r'"lhs_contracting_dimensions":\["(\d+)"', i.rest)

@@ -1,4 +1,4 @@
-"""95 % intervals of scores that were taken on a number of texts."""
+"""95 % intervals of scores over a number of texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Z = 1.96
 
 
 class Interval(NamedTuple):
-    """A score, and the limits of its 95 % interval."""
+    """A score and its 95 % interval."""
 
     score: float
     low: float
@@ -19,10 +19,10 @@ class Interval(NamedTuple):
 
 
 def mean_interval(sums: np.ndarray, counts: np.ndarray | None = None) -> Interval:
-    """Return sum(sums) / sum(counts), both [n texts]; without counts the mean of `sums`.
+    """Return sum(sums) / sum(counts), both [n texts], or the mean of `sums` without counts.
 
-    The interval is by the linearised standard error of a ratio (Cochran 1977, Sampling Techniques,
-    section 6.4): texts are drawn, and not what is counted in them.
+    The interval uses the linearised standard error of a ratio (Cochran 1977, Sampling Techniques,
+    section 6.4): texts are the sampling units, not what is counted in them.
     """
     counts = np.ones(len(sums)) if counts is None else np.asarray(counts, np.float64)
     mean = float(np.sum(sums) / counts.sum())
@@ -32,7 +32,10 @@ def mean_interval(sums: np.ndarray, counts: np.ndarray | None = None) -> Interva
 
 
 def share_interval(n: int, of: int) -> Interval:
-    """Return n / of by Wilson's score interval (1927), which is not empty where n is 0 or `of`."""
+    """Return n / of with Wilson's score interval (1927).
+
+    The interval is not empty where n is 0 or `of`.
+    """
     from scipy import stats  # takes a second to import
 
     low, high = stats.binomtest(n, of).proportion_ci(0.95, method="wilson")

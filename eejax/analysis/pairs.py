@@ -19,10 +19,10 @@ class Ratio(NamedTuple):
 
 
 def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Return the median ratio of paired times [n] each, run one right after the other.
+    """Return the median ratio of paired times [n], each pair run one right after the other.
 
-    The interval is a bootstrap over pairs (Efron 1979, percentile), so that what slowed both
-    runs of a pair down does not count against either.
+    The interval is a bootstrap over pairs (Efron 1979, percentile), so that a slowdown of both runs
+    of a pair counts against neither.
     """
 
     def of(baseline, other, axis=-1):
@@ -32,7 +32,7 @@ def median_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
 
 
 def total_ratio(baseline: Sequence[float], other: Sequence[float]) -> Ratio:
-    """Return the ratio of summed times, for pairs that are unlike parts of one task.
+    """Return the ratio of summed times, for pairs that are different parts of one task.
 
     The interval is a bootstrap over pairs, as in `median_ratio`, but of the ratio of sums; `median`
     is the ratio of all.
@@ -50,11 +50,11 @@ def interleave(
     clock: Callable[[], float],
     before: Callable[[int], Any] = lambda r: None,
 ) -> np.ndarray:
-    """[runs, pairs] seconds of each run, all of them once per pair, in turning order.
+    """Time runs in pairs, in rotating order; return the seconds [runs, pairs].
 
-    `run(i)` does the work of pair i and returns when it is done; `before(r)` is called ahead of
-    run number r and is not timed. One call of each comes first and is not counted, so that
-    compilation is not.
+    `run(i)` does the work of pair i and returns when it is done. `before(r)` is called ahead of run
+    number r and is not timed. One call of each run comes first and is not counted, so that
+    compilation is excluded.
     """
     for r, run in enumerate(runs):
         before(r)

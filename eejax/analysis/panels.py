@@ -16,7 +16,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 
 from eejax.analysis.plots import STYLE, figure_of
 
-# Told apart by those who do not see red or green too (after Okabe and Ito); then dashed, and so on.
+# Colors that color-blind readers can tell apart (after Okabe and Ito); then dashes, and so on.
 COLORS = (
     "#0072b2",
     "#d55e00",
@@ -35,7 +35,7 @@ Points = tuple[Sequence[float], Sequence[float]]
 
 
 class Look(TypedDict):
-    """Color and dashes of a line, as matplotlib calls them."""
+    """Color and dashes of a line, as matplotlib names them."""
 
     color: str
     ls: str
@@ -45,11 +45,16 @@ class Look(TypedDict):
 class Panel:
     """One quantity of several runs.
 
-    curves: a run's name -> its points (x, y), x ascending, both finite; a run without points may
-    be left out. noisy: the running mean is drawn, and the points themselves faintly behind it.
-    log: y on a logarithmic scale, where all values are positive and differ much. cut: for losses;
-    the first steps, and a run that went astray, may leave the picture where they would flatten
-    all that is to be compared.
+    Attributes:
+      title: title of the panel.
+      xlabel: label of the x axis.
+      ylabel: label of the y axis.
+      curves: points (x, y) by the name of a run, x ascending, both finite; a run without points may
+        be left out.
+      noisy: whether the running mean is drawn, with the points faintly behind it.
+      log: whether y has a logarithmic scale, where all values are positive and differ much.
+      cut: for losses, whether the first steps, and runs that diverged, may leave the picture where
+        they would flatten the rest.
     """
 
     title: str
@@ -64,7 +69,7 @@ class Panel:
 def compare(
     panels: Sequence[Panel], names: Sequence[str], *, title: str, columns: int = 3
 ) -> Figure:
-    """The panels in rows of at most `columns`, under one legend of all `names`.
+    """Draw the panels in rows of at most `columns`, under one legend of all `names`.
 
     A name has the same color and dashes wherever `names` has the same order.
     """
@@ -100,14 +105,15 @@ def compare(
 
 
 def look(i: int) -> Look:
-    """Color and dashes of the i-th run."""
+    """Return the color and dashes of the i-th run."""
     return {"color": COLORS[i % len(COLORS)], "ls": DASHES[i // len(COLORS) % len(DASHES)]}
 
 
 def running_mean(values: Sequence[float] | np.ndarray, width: int) -> np.ndarray:
-    """The mean over `width` values around each one; at the beginning over as many as lie before it.
+    """Compute the mean over `width` values around each one, or over fewer near the beginning.
 
-    It does not lag behind, as an exponential mean does, so runs that log unequally often compare.
+    It does not lag behind, as an exponential mean does, so runs with different logging intervals
+    can be compared.
     """
     sums = np.append(0.0, np.cumsum(np.asarray(values, np.float64)))
     here = np.arange(len(values))
@@ -160,8 +166,9 @@ def _draw(axes: Axes, panel: Panel, looks: Mapping[str, Look]) -> None:
 
 
 def _lasting(points, lines) -> tuple[float, float] | None:
-    """Limits of y for the lines and nearly all points, the first 3 % of x left out, and what
-    exceeds the median threefold.
+    """Return limits of y that hold the lines and nearly all points.
+
+    They leave out the first 3 % of x, and values above three times the median.
     """
     begin = 0.03 * max(x[-1] for x, _ in points.values())
 
@@ -180,11 +187,11 @@ def _lasting(points, lines) -> tuple[float, float] | None:
 
 
 def _number(value: float, _: int | None = None) -> str:
-    """12.5M, 0.003, 1e-05."""
+    """Format a number, such as 12.5M, 0.003 or 1e-05."""
     return EngFormatter(sep="")(value) if abs(value) >= 1e4 else f"{value:g}"
 
 
 def _shorten(name: str) -> str:
-    """The middle of a long name is left out: runs differ at the beginning or at the end."""
+    """Leave out the middle of a long name: runs differ at the beginning or at the end."""
     half = LONGEST // 2
     return name if len(name) <= LONGEST else f"{name[:half]}…{name[-half + 1 :]}"

@@ -1,4 +1,4 @@
-"""Figures of training and of early exit. Numbers in, a matplotlib figure out, no display."""
+"""Figures of training and of early exit: numbers in, a matplotlib figure out, without a display."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # older versions of matplotlib lack it
 
 FINAL = "final"
 INK, ACCENT, GRID = "#1f2933", "#d1495b", "#d9dee4"
-# Of curves side by side; the markers tell them apart in black and white too.
+# Colors and markers of curves side by side; markers also differ in black and white.
 HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", INK)
 MARKERS = ("o", "s", "^", "v", "D", "x")
 STYLE: dict[RcKeyType, Any] = {
@@ -57,11 +57,14 @@ def loss_curves(
     references: Mapping[str, float] | None = None,
     title: str = "Loss of every exit",
 ) -> Figure:
-    """Training and held-out loss of every exit over the steps.
+    """Draw the training and held-out loss of every exit over the steps.
 
-    records: lines of metrics.jsonl, with "step", "loss/NAME" and "eval/loss/NAME". Losses are
-    multiplied by `bits_scale` and labelled `unit` (bits per byte: 1 / (ln 2 · bytes per
-    token)). references: horizontal lines by name, in that unit.
+    Args:
+      records: lines of metrics.jsonl, with "step", "loss/NAME" and "eval/loss/NAME".
+      bits_scale: factor of the losses (for bits per byte: 1 / (ln 2 · bytes per token)).
+      unit: unit of the scaled losses, for the label.
+      references: horizontal lines by name, in that unit.
+      title: title of the figure.
     """
     names = list(dict.fromkeys(k[5:] for r in records for k in r if k.startswith("loss/")))
     with matplotlib.rc_context(STYLE):
@@ -103,11 +106,16 @@ def quality_against_speed(
     target: float | None = 0.95,
     title: str = "Quality against speed",
 ) -> Figure:
-    """Agreement with the full model, and bits per byte, against the speed-up.
+    """Draw agreement with the full model, and bits per byte, against the speed-up.
 
-    points: "threshold", "agreement", "depth" (mean layers) and "bits_per_byte" of each
-    threshold, on held-out text. measured: "threshold", "agreement", "speedup" (wall-clock,
-    median over pairs) and its interval "low", "high". target: a line to compare agreement with.
+    Args:
+      points: "threshold", "agreement", "depth" (mean layers) and "bits_per_byte" of each threshold,
+        on held-out text.
+      n_layers: layers of the model.
+      measured: "threshold", "agreement", "speedup" (wall-clock, median over pairs) and its interval
+        "low", "high".
+      target: agreement at which a line is drawn, None for no line.
+      title: title of the figure.
     """
     points = sorted((p for p in points if p["depth"] > 0), key=lambda p: p["depth"])
     bound = [n_layers / p["depth"] for p in points]
@@ -197,10 +205,15 @@ def frontiers(
     target: float | None = 0.95,
     title: str = "Quality against speed",
 ) -> Figure:
-    """Agreement with the full model, and bits per byte, of several ways to leave early.
+    """Draw agreement with the full model, and bits per byte, of several ways to leave early.
 
-    curves: name, such as a gate's -> points, in any order: "agreement", "bits_per_byte" and what
-    stands at the key `x`, less of which is faster. target: a line to compare agreement with.
+    Args:
+      curves: points in any order by name, such as a gate's: "agreement", "bits_per_byte" and the
+        value at the key `x`.
+      x: key of the cost, of which less is faster.
+      xlabel: label of the x axis.
+      target: agreement at which a line is drawn, None for no line.
+      title: title of the figure.
     """
     with matplotlib.rc_context(STYLE):
         figure = figure_of(10.0, 4.4)
@@ -233,10 +246,13 @@ def exit_histogram(
     *,
     title: str = "Where tokens leave",
 ) -> Figure:
-    """Share of tokens by exit, one group of bars for each exit.
+    """Draw the share of tokens by exit, one group of bars for each exit.
 
-    shares: name -> one share for each of `boundaries` (boundaries, the final one last), such as
-    {"held-out text": [...], "generated": [...]}.
+    Args:
+      shares: by name, one share for each of `boundaries`, such as {"held-out text": `[...]`,
+        "generated": `[...]`}.
+      boundaries: boundaries of the exits, the final one last.
+      title: title of the figure.
     """
     with matplotlib.rc_context(STYLE):
         figure = figure_of(7.0, 4.0)
@@ -261,13 +277,13 @@ def exit_histogram(
 
 
 def exit_colors(n: int) -> list:
-    """A color for each of n exits, light to dark with depth, the final exit's the darkest."""
+    """Return a color for each of n exits, darker with depth, the final exit's the darkest."""
     scale = matplotlib.colormaps["viridis_r"]
     return [scale(0.15 + 0.7 * i / max(n - 1, 1)) for i in range(n - 1)] + [INK]
 
 
 def figure_of(width: float, height: float) -> Figure:
-    """An empty figure of that many inches, which needs no display."""
+    """Return an empty figure of a size in inches, which needs no display."""
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
@@ -279,12 +295,12 @@ def _series(records, key: str) -> tuple[list[int], list[float]]:
 
 
 def exit_label(name: str) -> str:
-    """'exit_3' and 'final' as people read them: 'exit 3', 'final exit'."""
+    """Return the label of 'exit_3' or 'final': 'exit 3', 'final exit'."""
     return "final exit" if name == FINAL else name.replace("_", " ")
 
 
 def _spread(points, left_to_right: Sequence[float], most: int = 7) -> list:
-    """At most so many of the points, evenly along the curve, for labels that do not collide."""
+    """Return at most `most` points, evenly along the curve, for labels that do not collide."""
     span = max(left_to_right) - min(left_to_right) if points else 0.0
     chosen, last = [], None
     for p, x in zip(points, left_to_right, strict=True):

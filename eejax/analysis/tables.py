@@ -1,4 +1,4 @@
-"""Tables in Markdown, and what differs between settings."""
+"""Tables in Markdown, and differences between settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Format rows under a header in Markdown, aligned as by `common.tables.table`.
 
-    Cells are text: what Markdown would read as markup is escaped.
+    Cells are text: characters that Markdown would read as markup are escaped.
     """
 
     def line(cells):
@@ -23,11 +23,13 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def differences(settings: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The settings that are not the same everywhere: 'section.field' -> {name: value}.
+    """Return the settings that are not the same everywhere: 'section.field' -> {name: value}.
 
-    settings: name -> JSON values, nested as they like. A name that does not have a field is left
-    out of that field's values. Of a list of mappings (the exits) only the fields that tell its
-    elements apart are given.
+    A name that does not have a field is left out of that field's values. For a list of mappings
+    (the exits) only the fields that differ between its elements are given.
+
+    Args:
+      settings: JSON values by name, nested at any depth.
     """
     flat = {name: dict(_leaves("", values)) for name, values in settings.items()}
     fields = dict.fromkeys(field for values in flat.values() for field in values)
@@ -48,7 +50,7 @@ def _leaves(path: str, value: Any):
 
 
 def _canonical(value: Any) -> str:
-    """1 and 1.0 are one setting, 1 and true are two."""
+    """Return text that is equal for equal settings: for 1 and 1.0, but not for 1 and true."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, list):

@@ -1,9 +1,9 @@
 """The quality-speed frontier: what every threshold would do, from one teacher-forced pass.
 
-A gate looks at nothing but its own exit and the exits before it, so one pass over held-out text
-that records every exit's top token and what each gate makes of it answers for all gates,
-thresholds and subsets of exits at once: where each token would leave, and whether it would be the
-token of the full model.
+A gate looks only at its own exit and the exits before it. One pass over held-out text therefore
+answers for all gates, thresholds and subsets of exits at once: it records every exit's top token
+and confidences, from which follow where each token would leave and whether it would be the full
+model's token.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class ExitScores:
     """Predictions of every exit at every counted position; [e, n], the final exit last.
 
     Attributes:
+      config: the configuration of the scored model.
       labels: [n] the token that was to be predicted.
       units: [n] number of the text (a prompt, a window) of a position; positions of a text are in
         order.
       tokens: [e, n] the most likely token, after the exit's own temperature.
       nlls: [e, n] -log p of the label, in nats.
-      confidences: by gate, of those that record one (max_probability, margin, entropy, saturation,
-        and router where the model has any). Patience follows from the tokens and the active exits,
-        and fixed is 1.
+      confidences: [e, n] by gate, for gates that record one (max_probability, margin, entropy,
+        saturation, and router where the model has any). Patience follows from the tokens and the
+        active exits, and fixed is 1.
     """
 
     config: ModelConfig
@@ -60,9 +61,9 @@ class ExitScores:
 
     @property
     def progress(self) -> np.ndarray:
-        """[n] float32 share of a text's counted positions that come before this one.
+        """Share [n] float32 of a text's counted positions that come before each position.
 
-        What falling thresholds go by, as an engine does that is asked for just so many tokens.
+        Falling thresholds depend on it, as in an engine that is asked for exactly that many tokens.
         """
         _, index, counts = np.unique(self.units, return_inverse=True, return_counts=True)
         before = np.empty(len(self), np.int64)
@@ -72,16 +73,22 @@ class ExitScores:
         return before.astype(np.float32) / counts[index].astype(np.float32)
 
     def bytes_per_token(self, tokenizer: Tokenizer) -> float:
-        """Mean UTF-8 bytes of text of the scored labels, for `FrontierPoint.bits_per_byte`."""
+        """Compute the mean UTF-8 bytes of the scored labels, for `FrontierPoint.bits_per_byte`."""
         return float(tokenizer.byte_lengths[self.labels].mean())
 
 
 @dataclasses.dataclass(frozen=True)
 class SegmentCosts:
-    """Seconds that one token takes: of each segment's layers, and of each exit's head, [e] each,
-    the final one last. Any other unit will do, as only ratios are compared.
+    """Seconds that one token takes in each segment's layers and in each exit's head.
 
-    Raises ConfigError for lengths that differ, and costs that are negative or not finite.
+    Any other unit will do, as only ratios are compared.
+
+    Attributes:
+      segments: [e] seconds of each segment's layers.
+      heads: [e] seconds of each exit's head, the final one last.
+
+    Raises:
+      ConfigError: for lengths that differ, and costs that are negative or not finite.
     """
 
     segments: Sequence[float]
@@ -125,17 +132,17 @@ class FrontierPoint:
 
     @property
     def perplexity(self) -> float:
-        """Per token, of the emitted distributions."""
+        """Perplexity per token of the emitted distributions."""
         return math.exp(self.nll)
 
     def bits_per_byte(self, bytes_per_token: float) -> float:
-        """Bits per byte of the emitted distributions; see `ExitScores.bytes_per_token`."""
+        """Compute the bits per byte of the emitted distributions (`ExitScores.bytes_per_token`)."""
         return self.nll / (math.log(2) * bytes_per_token)
 
 
 @partial(jax.jit, static_argnames="config")
 def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
-    """(tokens, nlls, confidences by gate), each [e, b * t]."""
+    """Return (tokens, nlls, confidences by gate), each [e, b * t]."""
     boundaries = []
 
     def tap(e, x):
@@ -191,12 +198,15 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
 
 
 def score(params: Tree, config: ModelConfig, batches: Iterable[Mapping[str, Any]]) -> ExitScores:
-    """One teacher-forced pass over `batches` (as `data.batches` gives), at every exit.
+    """Score every exit on `batches` (as `data.batches` gives) in one teacher-forced pass.
 
-    Positions with label -1 are left out. A batch may say in "units" [b] which text each row is
-    part of; else every row is a text of its own, numbered through all batches. Raises DataError
-    where no position is left, ConfigError for units that are not one for each row,
-    FloatingPointError for logits that are not finite.
+    Positions with label -1 are left out. A batch may say in "units" [b] which text each row is part
+    of; otherwise every row is a text of its own, numbered through all batches.
+
+    Raises:
+      DataError: where no position is left.
+      ConfigError: for units that are not one for each row.
+      FloatingPointError: for logits that are not finite.
     """
     parts, rows = [], 0
     for batch in batches:
@@ -227,12 +237,12 @@ def emitting_exits(
     exits: Sequence[int] | None = None,
     **rules,
 ) -> np.ndarray:
-    """Return [n], the number of the exit that each position leaves by: the engines' rule.
+    """Return [n], the number of the exit that each position leaves by, by the engines' rule.
 
-    It is the earliest active exit whose confidence reaches its threshold, where a threshold of 1
-    never fires, else the final exit. Thresholds fall with `ExitScores.progress`. The arguments
-    `threshold`, `exits`, and of `rules` `gate`, `min_exit_layer` and `decay`, are those of
-    `ExitPolicy.make`.
+    A position leaves by the earliest active exit whose confidence reaches its threshold, where a
+    threshold of 1 never fires, or else by the final exit. Thresholds fall with
+    `ExitScores.progress`. The arguments `threshold`, `exits`, and of `rules` `gate`,
+    `min_exit_layer` and `decay`, are those of `ExitPolicy.make`.
     """
     return _leaving(scores, _policy(scores.config, threshold, exits, **rules))
 
@@ -275,16 +285,16 @@ def sweep(
     exits: Sequence[int] | None = None,
     **rules,
 ) -> list[FrontierPoint]:
-    """`at_threshold` for each of `thresholds`."""
+    """Evaluate each of `thresholds` (`at_threshold`)."""
     return [at_threshold(scores, t, exits, **rules) for t in thresholds]
 
 
 def fastest(points: Sequence[FrontierPoint], agreement: float) -> FrontierPoint | None:
-    """The point of least predicted time (of least depth, where no time was predicted) among those
-    with at least this agreement, None without any.
+    """Return the fastest point with at least this agreement, None if there is none.
 
-    Chosen on the text it is judged on, so an estimate: it carries no guarantee for other text
-    (`guarantee.calibrate` does).
+    The fastest point is that of least predicted time, or of least depth where no time was
+    predicted. It is chosen on the text that it is judged on, so it is an estimate: it carries no
+    guarantee for other text (`guarantee.calibrate` does).
     """
     require(0 <= agreement <= 1, "agreement", agreement, "must lie in [0, 1]")
 
@@ -304,12 +314,12 @@ def _policy(
 
 
 def _open(policy: ExitPolicy) -> np.ndarray:
-    """[E] whether each early exit could fire."""
+    """Return [E] whether each early exit could fire."""
     return np.asarray(policy.active & (policy.thresholds < 1))[0]
 
 
 def _leaving(scores: ExitScores, policy: ExitPolicy) -> np.ndarray:
-    """[n] number of the exit each position leaves by."""
+    """Return [n], the number of the exit that each position leaves by."""
     n = len(scores)
     thresholds = np.asarray(policy.thresholds).T  # [E, 1]
     if policy.decay[0] >= 0:
@@ -323,13 +333,13 @@ def _leaving(scores: ExitScores, policy: ExitPolicy) -> np.ndarray:
 
 
 def _confidences(scores: ExitScores, policy: ExitPolicy, open_: np.ndarray) -> np.ndarray:
-    """[E, n] what the policy's gate says at each early exit that is open [E]."""
+    """Return the confidences [E, n] of the policy's gate at each early exit that is open [E]."""
     n_exits, gate = scores.config.n_exits, GATES[int(policy.gate[0])]
     if gate == "fixed":
         return np.ones((n_exits, len(scores)), np.float32)
     if gate != "patience":
         return scores.confidences[gate][:n_exits]
-    # Only exits that could fire are asked, so only they can agree.
+    # Only exits that could fire are evaluated, so only they can agree.
     streaks = np.zeros((n_exits, len(scores)), np.int32)
     last, streak = np.full(len(scores), -1), np.zeros(len(scores), np.int32)
     for e in np.flatnonzero(open_):
@@ -339,7 +349,7 @@ def _confidences(scores: ExitScores, policy: ExitPolicy, open_: np.ndarray) -> n
 
 
 def _seconds(costs: SegmentCosts, policy: ExitPolicy) -> np.ndarray:
-    """[E + 1] seconds of a token that leaves by each exit."""
+    """Return [E + 1] seconds of a token that leaves by each exit."""
     n = policy.active.shape[1] + 1
     require(
         len(costs.segments) == n,
@@ -349,6 +359,6 @@ def _seconds(costs: SegmentCosts, policy: ExitPolicy) -> np.ndarray:
     )
     heads = np.array(costs.heads)
     if confidence.needs_logits(policy.gate)[0]:
-        # Every exit on the way that could fire made its logits to decide.
+        # Every exit on the way that could fire computed its logits to decide.
         heads = np.cumsum(np.append(_open(policy), True) * heads)
     return np.cumsum(costs.segments) + heads

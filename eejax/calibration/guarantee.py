@@ -1,8 +1,9 @@
-"""Thresholds that keep a promise: Learn-then-Test.
+"""Thresholds with a guarantee: Learn-then-Test.
 
 Angelopoulos et al. 2021 ("Learn then Test"), as CALM (Schuster et al. 2022, section 4) applies it
-to early exit: each candidate threshold is a hypothesis "its risk exceeds delta", tested on
-calibration texts from the safest threshold down; the last one that is rejected is taken.
+to early exit: each candidate threshold is a hypothesis "its risk exceeds delta". The hypotheses are
+tested on calibration texts from the safest threshold down, and the last one that is rejected gives
+the threshold.
 """
 
 from __future__ import annotations
@@ -24,11 +25,17 @@ CANDIDATES = tuple(i / 100 for i in range(99, -1, -1))
 
 @dataclasses.dataclass(frozen=True)
 class Guarantee:
-    """The fastest threshold whose risk is at most `delta`, but for a chance of `epsilon`.
+    """The fastest threshold whose risk is at most `delta`, with probability >= 1 - `epsilon`.
 
-    threshold: 1, which never exits and needs no test, where none passed. passed: how many of the
-    candidates `thresholds` did, from the first on. risks, p_values: of each candidate, its mean
-    over the units and the p-value of "its risk exceeds delta".
+    Attributes:
+      threshold: the threshold; 1, which never exits and needs no test, where no candidate passed.
+      delta: the bound of the risk.
+      epsilon: the probability that the guarantee may fail.
+      units: number of calibration units.
+      passed: number of candidates that passed, from the first on.
+      thresholds: the candidates.
+      risks: mean risk of each candidate over the units.
+      p_values: p-value of "its risk exceeds delta" for each candidate.
     """
 
     threshold: float
@@ -49,25 +56,31 @@ def learn_then_test(
     *,
     binary: bool = False,
 ) -> Guarantee:
-    """The lowest threshold whose expected risk is <= delta, with probability >= 1 - epsilon.
+    """Find the lowest threshold whose expected risk is <= delta, with probability >= 1 - epsilon.
 
-    risks [units, thresholds]: what went wrong in each unit (a prompt) at each threshold, a loss in
-    [0, 1]. thresholds: strictly decreasing. `binary` says that losses are 0 or 1 by their nature,
-    for which there is an exact test. It is not guessed from the values: a test that is chosen by
-    the numbers it is to test may be wrong more often than it says.
-
-    The probability is over draws of the calibration units. It holds for any number of them and any
-    model if the units are independent draws of what is to come (of one document, say, only one is),
-    and if thresholds, delta and epsilon were chosen without looking at them. It is about the mean
-    over units to come, not about each one, and about the pass that made the risks: those of a
-    teacher-forced pass speak of single tokens after text that is given (`calibrate`), those of
-    whole generations of generations.
+    The probability is over draws of the calibration units. It holds for any number of units and any
+    model if the units are independent draws of what is to come (from one document, say, only one
+    is), and if thresholds, delta and epsilon were chosen without looking at them. It bounds the
+    mean over future units, not each unit. It also holds only for the kind of pass that gave the
+    risks: a teacher-forced pass gives risks of single tokens after given text (`calibrate`), whole
+    generations give risks of generations.
 
     Hypotheses are tested in the given order, each at level epsilon, up to the first that is not
     rejected (fixed-sequence testing), so that no level is divided by their number.
 
-    Raises ConfigError for delta or epsilon outside (0, 1), thresholds that do not decrease or lie
-    outside [0, 1], and DataError for risks of another shape, outside [0, 1] or not finite.
+    Args:
+      risks: [units, thresholds] the loss, in [0, 1], of each unit (a prompt) at each threshold.
+      thresholds: the candidates, strictly decreasing.
+      delta: the bound of the risk.
+      epsilon: the probability that the guarantee may fail.
+      binary: whether losses can only be 0 or 1, for which there is an exact test. This is not
+        guessed from the values: a test that is chosen by the numbers it tests may be wrong more
+        often than it says.
+
+    Raises:
+      ConfigError: for delta or epsilon outside (0, 1), and thresholds that do not decrease or lie
+        outside [0, 1].
+      DataError: for risks of another shape, outside [0, 1] or not finite.
     """
     candidates = np.asarray(thresholds, np.float64)
     falling = candidates.ndim == 1 and candidates.size > 0 and bool(np.all(np.diff(candidates) < 0))
@@ -102,12 +115,17 @@ def learn_then_test(
 
 
 def p_values(risks: np.ndarray, delta: float, *, binary: bool = False) -> np.ndarray:
-    """[thresholds] p-values of "the expected risk exceeds delta", from risks [units, thresholds].
+    """Compute p-values [thresholds] of "the expected risk exceeds delta".
 
-    Valid for any number of independent units. For losses in [0, 1] Hoeffding-Bentkus (Bates et
-    al. 2021, proposition 8): the lesser of exp(-n h(min(r, delta), delta)) and
-    e P(Bin(n, delta) <= ceil(n r)), with r the mean of n units and h(a, b) the relative entropy of
-    two coins. For `binary` ones the binomial tail P(Bin(n, delta) <= n r) itself.
+    They are valid for any number of independent units. For losses in [0, 1] they are those of
+    Hoeffding-Bentkus (Bates et al. 2021, proposition 8): the lesser of exp(-n h(min(r, delta),
+    delta)) and e P(Bin(n, delta) <= ceil(n r)), with r the mean of n units and h(a, b) the relative
+    entropy of two coins. For `binary` losses they are the binomial tail P(Bin(n, delta) <= n r).
+
+    Args:
+      risks: [units, thresholds].
+      delta: the bound of the risk.
+      binary: whether losses can only be 0 or 1.
     """
     require(0 < delta < 1, "delta", delta, "must lie strictly between 0 and 1")
     risks = np.asarray(risks, np.float64)
@@ -133,9 +151,10 @@ def p_values(risks: np.ndarray, delta: float, *, binary: bool = False) -> np.nda
 def unit_risks(
     scores: ExitScores, thresholds: Sequence[float], exits: Sequence[int] | None = None, **rules
 ) -> np.ndarray:
-    """[units, thresholds] share of each unit's tokens that are not the full model's.
+    """Return the share [units, thresholds] of tokens that differ from the full model's.
 
-    `exits` and `rules` as in `frontier.emitting_exits`; units in the order of their numbers.
+    `exits` and `rules` are those of `frontier.emitting_exits`; units come in the order of their
+    numbers.
     """
     _, index = np.unique(scores.units, return_inverse=True)
     counts = np.bincount(index)
@@ -148,9 +167,12 @@ def unit_risks(
 
 
 def unlike(text: Sequence[int], other: Sequence[int]) -> float:
-    """1 - ROUGE-L of two token sequences: 1 less the harmonic mean of the shares that their longest
-    common subsequence has of each (Lin 2004); CALM's loss of a text beside the full model's
-    (section 4.2). 0 for equal ones, 1 for those that share nothing."""
+    """Compute 1 - ROUGE-L of two token sequences (Lin 2004).
+
+    ROUGE-L is the harmonic mean of the shares that the longest common subsequence has of each
+    sequence. It gives CALM's loss of a text against the full model's (section 4.2): 0 for equal
+    sequences, 1 for those that share nothing.
+    """
     row = [0] * (len(other) + 1)
     for a in text:
         before, row = row, [0]
@@ -168,13 +190,20 @@ def text_risks(
     loss: Callable[[Sequence[int], Sequence[int]], float] = unlike,
     **rules,
 ) -> np.ndarray:
-    """[prompts, thresholds] loss of what an engine writes beside what the full model does.
+    """Return [prompts, thresholds], the loss of an engine's texts against the full model's.
 
-    The risks of the very pass that is deployed, for `learn_then_test`: of whole texts, and of
-    engines whose tokens are not `posthoc`'s ("propagate"), to which `calibrate` does not carry
-    over. Each prompt is generated alone, greedily, at each threshold. loss(text, full's text) in
-    [0, 1];
-    `rules` (`exits`, `gate`, `min_exit_layer`, `decay`) as in `Generator.stream`.
+    These are the risks of the deployed pass itself, for `learn_then_test`: of whole texts, and of
+    engines whose tokens are not those of `posthoc` ("propagate"), to which `calibrate` does not
+    carry over. Each prompt is generated alone, greedily, at each threshold.
+
+    Args:
+      engine: the engine that is judged.
+      full: the engine of the full model.
+      prompts: token ids of each prompt.
+      thresholds: the candidates.
+      max_new_tokens: tokens that are generated for each prompt.
+      loss: loss(text, the full model's text), in [0, 1].
+      **rules: `exits`, `gate`, `min_exit_layer` and `decay`, as in `Generator.stream`.
     """
     wanted = [full.generate([p], max_new_tokens).ids(0) for p in prompts]
 
@@ -194,18 +223,18 @@ def calibrate(
     exits: Sequence[int] | None = None,
     **rules,
 ) -> Guarantee:
-    """Run `learn_then_test` on the share of a text's tokens that are not the full model's.
+    """Run `learn_then_test` on the share of a text's tokens that differ from the full model's.
 
-    The units are those of the scores: let each be a text as it will come, such as a prompt. `exits`
-    and `rules` (`gate`, `min_exit_layer`, `decay`) are those of `frontier.emitting_exits`; the
-    guarantee holds for these alone.
+    The units are those of the scores: each should be a text as it will come, such as a prompt.
+    `exits` and `rules` (`gate`, `min_exit_layer`, `decay`) are those of `frontier.emitting_exits`;
+    the guarantee holds for these alone.
 
-    It is about the pass that was scored, in which every token sees what all layers made of the
-    text. So it carries over to engines that decide as "posthoc" does, because their keys and values
-    are exact ("recompute", "pipelined"), and not to one that passes on the state of an early exit
-    in place of missing ones ("propagate"). And about text that is given: after its own first
-    different token a generation goes on with another text, so this is no promise for whole outputs.
-    For either take `text_risks`.
+    The guarantee is about the pass that was scored, in which every token sees what all layers
+    computed for the text. It carries over to engines that decide as "posthoc" does, because their
+    keys and values are exact ("recompute", "pipelined"). It does not carry over to an engine that
+    uses the state of an early exit in place of missing ones ("propagate"), nor to whole
+    generations: after its first different token a generation goes on with another text. For either,
+    use `text_risks`.
     """
     return learn_then_test(
         unit_risks(scores, thresholds, exits, **rules), thresholds, delta, epsilon

@@ -6,8 +6,8 @@ import os
 import pathlib
 import re
 
-# By the version of control groups: how their line in /proc/self/cgroup begins, where they lie, and
-# the files of a group's limit and use.
+# For each version of control groups: the beginning of their line in /proc/self/cgroup, their
+# folder, and the files of a group's limit and use.
 GROUPS = (
     ("0::", "sys/fs/cgroup", "memory.max", "memory.current"),
     (
@@ -20,10 +20,15 @@ GROUPS = (
 
 
 def free(root: str | os.PathLike = "/") -> int:
-    """Bytes that this process may still take: what Linux calls available, or what is left to its
-    control groups (a container's limit) where that is less. Pages of files that nobody has used
-    lately count as free in both. Half of all memory where neither can be read, as on macOS. root:
-    of the files."""
+    """Return the bytes that this process may still allocate.
+
+    On Linux it is the available memory, or what is left to the process's control groups (a
+    container's limit) where that is less. Pages of files that were not used lately count as free in
+    both. Where neither can be read, as on macOS, it is half of all memory.
+
+    Args:
+      root: the folder in which "proc" and "sys" lie.
+    """
     root = pathlib.Path(root)
     if kibibytes := _numbers(root / "proc/meminfo", r"MemAvailable:\s*(\d+)"):
         found = [1024 * kibibytes[0]]
@@ -31,7 +36,7 @@ def free(root: str | os.PathLike = "/") -> int:
         found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2]
     for line, top, limit, use in GROUPS:
         for own in re.findall(f"(?m)^{line}(.*)$", _text(root / "proc/self/cgroup")):
-            # Limits of the groups above hold too, and a container may see its own at the top.
+            # Limits of parent groups apply too, and a container may see its own group at the top.
             path = pathlib.PurePosixPath(own)
             for group in (root / top / str(p).lstrip("/") for p in (path, *path.parents)):
                 most, used = _numbers(group / limit), _numbers(group / use)
@@ -42,7 +47,7 @@ def free(root: str | os.PathLike = "/") -> int:
 
 
 def _numbers(file: pathlib.Path, line: str = r"(\d+)") -> list[int]:
-    """Return the numbers in the lines of a file with this beginning; none if it cannot be read."""
+    """Return the numbers in the lines of a file that match `line`; none if it cannot be read."""
     return [int(n) for n in re.findall(f"(?m)^{line}", _text(file))]
 
 

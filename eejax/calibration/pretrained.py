@@ -17,7 +17,7 @@ import numpy as np
 
 from eejax.calibration.frontier import ExitScores, FrontierPoint
 from eejax.calibration.routers import Quality, RouterOptions, Routers, train_routers
-from eejax.calibration.states import HELD, States, collect
+from eejax.calibration.states import POSITIONS_FILE, States, collect
 from eejax.calibration.thresholds import thresholds_for
 from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
@@ -32,14 +32,15 @@ SETTINGS = "calibration.json"
 
 
 class Calibration(NamedTuple):
-    """The outcome of a calibration (`LanguageModel.calibration`).
+    """Outcome of a calibration (`LanguageModel.calibration`).
 
     Attributes:
       boundaries: of all exits of the model.
       qualities: of every exit that was to be calibrated.
-      scores: of the windows held out, with the confidences of the gate "router".
-      states, routers: what the routers were trained on and how; the states' `boundary`, which may
-        take more memory than the model, is None.
+      scores: of the held-out windows, with the confidences of the gate "router".
+      states: what the routers were trained on; `boundary`, which may take more memory than the
+        model, is None.
+      routers: the trained routers, and how they were trained.
     """
 
     boundaries: tuple[int, ...]
@@ -61,7 +62,7 @@ class Calibration(NamedTuple):
 
 
 def boundaries_for(config: ModelConfig, every: int) -> tuple[int, ...]:
-    """Every c-th boundary but the last, where all tokens leave."""
+    """Return every `every`-th boundary but the last, where all tokens leave."""
     found = tuple(range(every, config.n_layers, every)) if every > 0 else ()
     require(
         bool(found),
@@ -78,8 +79,8 @@ def with_exits(
 ) -> tuple[Tree, ModelConfig]:
     """Add training-free exits at boundaries without one (TIDE, sections 3.1 and 3.3).
 
-    They read the final exit's head, and a copy of its norm. A head that is the final exit's own
-    becomes a shared one, the array as it is.
+    They read the final exit's head and a copy of its norm. A final head that belongs to the final
+    exit alone becomes a shared head; its array stays the same.
     """
     have = {e.boundary for e in config.exits}
     if config.head == "own":
@@ -110,15 +111,19 @@ def calibrate_model(
 ) -> LanguageModel:
     """Return the model with routers, trained on batches of text (`data.batches`).
 
-    The given model stays as it is, and shares its leaves with the new one. An exit that is refused
-    a router is left out where the model did not have it before.
+    The given model stays as it is and shares its leaves with the new one. An exit that gets no
+    router is left out if it was not in the model before.
 
     Args:
-      boundaries: exits that get routers; by default those of the model and, if it has none, every
+      model: the model to calibrate.
+      batches: batches of text.
+      options: settings of the routers and of their training.
+      every: distance in layers of the exits that a model without exits gets.
+      boundaries: exits that get routers; by default those of the model or, if it has none, every
         `every`-th.
-      tokens: most tokens that are held.
-      folder: where a run that is killed is resumed from.
-      about: what else makes it another run, such as its text.
+      tokens: maximum number of tokens that are held.
+      folder: where an interrupted run keeps what it resumes from.
+      about: further settings that the run depends on, such as its text.
       watch: called with lines of progress.
 
     Raises:
@@ -146,10 +151,10 @@ def calibrate_model(
         options.width,
         f"must be {', '.join(map(str, sorted(set(stay.values()))))}, as of the routers that stay, "
         f"at boundaries {', '.join(map(str, stay))}",
-        "All routers of a model have one width: take that, or calibrate those boundaries too.",
+        "All routers of a model have one width: use that width, or calibrate those boundaries too.",
     )
     whole, has = with_exits(model.params, config, boundaries)
-    # Those that are to have no router are left out of the pass.
+    # Exits that are to have no router are left out of the pass.
     asked = has.replace(
         exits=tuple(dataclasses.replace(e, router=0) for e in has.exits if e.boundary in boundaries)
     )
@@ -240,7 +245,7 @@ def _same(folder: pathlib.Path, settings: dict[str, Any]) -> None:
     text = json.dumps(settings, indent=1, sort_keys=True, default=str)
     if not file.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        for left in (*folder.glob("*.safetensors"), folder / HELD):
+        for left in (*folder.glob("*.safetensors"), folder / POSITIONS_FILE):
             left.unlink(missing_ok=True)
         return write_text(file, text + "\n")
     try:

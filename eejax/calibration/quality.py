@@ -30,7 +30,8 @@ def auc(confidence: np.ndarray, positive: np.ndarray) -> float:
 def calibration_error(confidence: np.ndarray, positive: np.ndarray, bins: int = BINS) -> float:
     """Compute the expected calibration error (Guo et al. 2017, eq. 5).
 
-    It is |confidence - share of positives|, by bins of equal width and weighted by what is in them.
+    It is |confidence - share of positives| in bins of equal width, weighted by the number of
+    positions in each.
 
     Args:
       confidence: [n], in [0, 1].

@@ -1,8 +1,8 @@
 """Training of router networks for a model that stays as it is (TIDE, section 3.1).
 
-Routers learn from held states of one pass (`states.collect`), all of them together and on the
-device. What a router is asked is one of `LABELS`: would the token be the full model's, or has the
-state converged?
+Routers learn from the hidden states of one pass (`states.collect`), all of them together and on the
+device. A router predicts one of `LABELS`: whether the token is the full model's, or whether the
+state has converged.
 """
 
 from __future__ import annotations
@@ -33,27 +33,38 @@ from eejax.models import params
 from eejax.models.config import ModelConfig
 
 LABELS = {"top1": None, "cosine": 0.98, "kl": 0.1}
-"""What a token must be to leave, and the default bound of that.
+"""Labels of tokens that should leave, and their default bounds.
 
-top1: the exit's most likely token is the final one's. cosine: its state's cosine to the last
+top1: the exit's most likely token is the final exit's. cosine: the cosine of its state and the last
 layer's, both under the final norm, is at least the bound (TIDE: of raw states, Eq. 1).
 kl: KL(final || exit) is at most the bound, in nats.
 """
 
 SCHEDULES = ("cosine", "constant")
-"""Learning rates over a training: a cosine to 0 (ours), or one rate throughout (TIDE's)."""
+"""Learning rate over a training: a cosine to 0 (ours), or constant (TIDE's)."""
 
-PARTS = (0.8, 0.1, 0.1)  # of the windows: to train on, to choose by, and to report
+PARTS = (0.8, 0.1, 0.1)  # shares of the windows: to train on, to choose by, and to report
 CHECKPOINT = "routers.safetensors"
 WIDEST = 8192  # a bottleneck is narrower than any model
 
 
 @dataclasses.dataclass(frozen=True)
 class RouterOptions:
-    """width: the bottleneck. label: of `LABELS`; bound: its bound, one or one for each exit, None
-    for the default. epochs, batch (tokens), learning_rate, schedule (of `SCHEDULES`), weight_decay,
-    seed: of the training, by AdamW. TIDE's are 100 epochs, 1e-3, "constant" and no decay (section
-    3.1). least: positive tokens without which an exit gets no router.
+    """Settings of routers and of their training by AdamW.
+
+    TIDE's are 100 epochs, a learning rate of 1e-3, "constant" and no decay (section 3.1).
+
+    Attributes:
+      width: width of the bottleneck.
+      label: one of `LABELS`, what a router predicts.
+      bound: bound of the label, one or one for each exit; None for the label's default.
+      epochs: passes over the training positions.
+      batch: tokens in a batch.
+      learning_rate: the learning rate at the beginning.
+      schedule: one of `SCHEDULES`.
+      weight_decay: weight decay of AdamW.
+      min_positives: minimum number of positive tokens; an exit with fewer gets no router.
+      seed: seed of the training and of the split of windows.
     """
 
     width: int = 128
@@ -64,16 +75,16 @@ class RouterOptions:
     learning_rate: float = 1e-3
     schedule: str = "cosine"
     weight_decay: float = 0.1
-    least: int = 100
+    min_positives: int = 100
     seed: int = 0
 
     def __post_init__(self):
         require_one_of("label", self.label, tuple(LABELS))
         require_one_of("schedule", self.schedule, SCHEDULES)
-        for name in ("width", "epochs", "batch", "least"):
+        for name in ("width", "epochs", "batch", "min_positives"):
             require_count(name, getattr(self, name))
         require(self.width <= WIDEST, "width", self.width, f"must be at most {WIDEST}")
-        require_count("seed", self.seed, least=0)
+        require_count("seed", self.seed, minimum=0)
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             ok = isinstance(value, float | int) and np.isfinite(value) and value >= 0
@@ -84,23 +95,28 @@ class RouterOptions:
                 "bound",
                 self.bound,
                 "must be None with the label 'top1'",
-                "Its tokens are the same, or not.",
+                "That label has no bound: tokens are equal or not.",
             )
             values = np.asarray(self.bound, np.float64)
             lowest = -1.0 if self.label == "cosine" else 0.0
             ok = values.ndim <= 1 and values.size > 0 and bool(np.isfinite(values).all())
             ok = ok and bool((values >= lowest).all())
             ok = ok and (self.label != "cosine" or bool((values <= 1).all()))
-            require(ok, "bound", self.bound, "must be cosines in [-1, 1], or nats from 0 on")
+            require(ok, "bound", self.bound, "must be cosines in [-1, 1], or nats of at least 0")
             object.__setattr__(self, "bound", tuple(np.ravel(values).tolist()))
 
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """A router on windows that nothing was trained or chosen by.
+    """Quality of a router on windows that were used neither for training nor for selection.
 
-    boundary: its exit's. positives: share of tokens that should leave there. auc: of telling them.
-    error: expected calibration error. epoch: the one kept. refused: why there is no router, or "".
+    Attributes:
+      boundary: boundary of its exit.
+      positives: share of tokens that should leave there.
+      auc: area under the ROC curve of the confidence for the label.
+      error: expected calibration error.
+      epoch: the epoch that was kept.
+      refused: why there is no router, or "".
     """
 
     boundary: int
@@ -112,9 +128,15 @@ class Quality:
 
 
 class Routers(NamedTuple):
-    """routers: by exit number, those that were trained; qualities: of every exit; report [n] bool:
-    positions that nothing was trained or chosen by; confidences [e, r] float32 at those, 0 at an
-    exit without a router; losses [epoch, exit]: cross entropy by which epochs are chosen."""
+    """Trained routers and what was measured of them.
+
+    Attributes:
+      routers: the trained routers by exit number.
+      qualities: quality at every exit.
+      report: [n] bool, positions that were used neither for training nor for selection.
+      confidences: [e, r] float32 at those positions, 0 at an exit without a router.
+      losses: [epoch, exit] cross entropy by which epochs are chosen.
+    """
 
     routers: dict[int, Tree]
     qualities: list[Quality]
@@ -124,7 +146,11 @@ class Routers(NamedTuple):
 
 
 def labels(states: States, options: RouterOptions) -> np.ndarray:
-    """[e, n] bool: who should leave. Raises ConfigError for bounds of another number of exits."""
+    """Return [e, n] bool, whether each position should leave at each exit.
+
+    Raises:
+      ConfigError: for bounds of another number of exits.
+    """
     if options.label == "top1":
         return states.tokens[:-1] == states.tokens[-1]
     n = len(states.cosine)
@@ -136,9 +162,12 @@ def labels(states: States, options: RouterOptions) -> np.ndarray:
 
 
 def divided(units: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Positions [n] bool to train on, to choose by and to report, whole windows (units [n]) each.
+    """Return the positions [n] bool to train on, to choose by and to report.
 
-    Raises DataError for fewer than 10 windows.
+    Whole windows (units [n]) go to one of the three.
+
+    Raises:
+      DataError: for fewer than 10 windows.
     """
     names, index = np.unique(units, return_inverse=True)
     n = len(names)
@@ -161,27 +190,34 @@ def train_routers(
     folder: str | os.PathLike | None = None,
     watch: Callable[[int, np.ndarray], None] | None = None,
 ) -> Routers:
-    """A router for every exit of `states` but those that are refused one.
+    """Train a router for every exit of `states` that has enough positives.
 
-    start: by exit number, the norm each router begins with (a tree of `models.layers.norm`). The
-    first bias is the log-odds of the label, so that rare positives are no reason to begin with
-    wrong ones; each router's epoch of least cross entropy on the windows to choose by is kept, and
-    its scale and bias are then fitted to them (Platt 1999). With a `folder` every epoch is kept
-    there, and a run that was killed goes on; the caller sees to it that all else is the same.
-    watch: is told the epoch and the losses [exits].
+    The first bias is the log-odds of the label, so that rare positives do not begin with wrong
+    predictions. Each router keeps the epoch of least cross entropy on the windows to choose by, and
+    its scale and bias are then fitted to them (Platt 1999). With a `folder` every epoch is saved
+    there, and an interrupted run resumes; the caller ensures that everything else is the same.
 
-    Raises DataError where no exit has enough positives, telling how many there were.
+    Args:
+      states: hidden states to learn from.
+      config: the model's configuration.
+      start: by exit number, the norm that each router begins with (a tree of `models.layers.norm`).
+      options: settings of the training.
+      folder: where every epoch is saved.
+      watch: called with the epoch and the losses [exits].
+
+    Raises:
+      DataError: where no exit has enough positives; the message says how many there were.
     """
     wanted = labels(states, options)
     train, choose, report = divided(states.units, options.seed)
     counts = wanted[:, train].sum(-1)
-    kept = [e for e, count in enumerate(counts) if count >= options.least]
+    kept = [e for e, count in enumerate(counts) if count >= options.min_positives]
     if not kept:
         found = ", ".join(f"{config.exit_boundaries[e]}: {c}" for e, c in enumerate(counts))
         raise DataError(
-            f"no exit has {options.least} positive tokens by the label {options.label!r} among "
-            f"{train.sum()} (boundary: positives; {found}): give more text, a weaker bound, or "
-            "another label."
+            f"no exit has {options.min_positives} positive tokens by the label {options.label!r} "
+            f"among {train.sum()} (boundary: positives; {found}): give more text, a weaker bound, "
+            "or another label."
         )
     x, y = jnp.asarray(states.boundary[kept]), jnp.asarray(wanted[kept], jnp.float32)
     trained, epochs, losses = _fit(
@@ -203,17 +239,18 @@ def train_routers(
         positive = wanted[e, report]
         share = float(positive.mean())
         if e not in kept:
-            told = f"{counts[e]} positives among {train.sum()} tokens, of which {options.least} are"
-            qualities.append(
-                Quality(config.exit_boundaries[e], share, np.nan, np.nan, 0, f"{told} needed")
+            reason = (
+                f"{counts[e]} positives among {train.sum()} tokens, but {options.min_positives} "
+                "are needed"
             )
+            qualities.append(Quality(config.exit_boundaries[e], share, np.nan, np.nan, 0, reason))
             continue
         i = kept.index(e)
         a, b = platt(logits[i], wanted[e, choose])
         own = jax.tree.map(lambda leaf, i=i: leaf[i], trained)
         own |= {"up": a * own["up"], "up_bias": jnp.float32(a * own["up_bias"] + b)}
         routers[e] = own
-        # By the function that engines call, and not by what was put together here.
+        # Engines call this function; the stacked routers above could round differently.
         said = confidences[e] = np.asarray(_confidence(own, reported[i], config=config))
         qualities.append(
             Quality(
@@ -228,7 +265,7 @@ def train_routers(
 
 
 def _first(config, start, kept, shares, options) -> Tree:
-    """Initial routers, stacked."""
+    """Return the initial routers, stacked."""
     declared = params.router(config, options.width)
     odds = np.clip(shares, 1e-4, 1 - 1e-4)
 
@@ -262,7 +299,7 @@ def _optimizer(options: RouterOptions, steps: int) -> optax.GradientTransformati
 
 
 def _fit(x, y, first, train, choose, config, options, folder, watch):
-    """(best routers, their epochs [k], losses [epochs, k]), k routers stacked.
+    """Train k stacked routers; return (best routers, their epochs [k], losses [epochs, k]).
 
     x [k, n, d], y [k, n]; train, choose: positions.
     """
@@ -314,7 +351,7 @@ def _resumed(file: pathlib.Path, like: Any) -> tuple[Any, list[np.ndarray]]:
     shapes = [a.shape for a in leaves]
     found = [arrays[name].shape for name in sorted(arrays)]
     if found != shapes:
-        raise ConfigError(f"{file}: is of another calibration: remove it, and begin anew.")
+        raise ConfigError(f"{file}: belongs to another calibration: remove it to begin anew.")
     values = [jnp.asarray(arrays[name]) for name in sorted(arrays)]
     losses = [np.array(row, np.float32) for row in json.loads(about["losses"])]
     return jax.tree.unflatten(treedef, values), losses
@@ -322,7 +359,7 @@ def _resumed(file: pathlib.Path, like: Any) -> tuple[Any, list[np.ndarray]]:
 
 @partial(jax.jit, static_argnames=("config", "options", "steps"))
 def _epoch(trained, moments, x, y, order, *, config, options, steps):
-    """One pass in batches `order` [steps, batch] of positions."""
+    """Run one pass over batches `order` [steps, batch] of positions."""
     optimizer = _optimizer(options, steps)
 
     def loss(trained, index):
@@ -340,7 +377,7 @@ def _epoch(trained, moments, x, y, order, *, config, options, steps):
 
 
 def _stacked(trained: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
-    """[k, n] log-odds of k routers, each of its own states x [k, n, d]."""
+    """Return the log-odds [k, n] of k routers, each of its own states x [k, n, d]."""
     return jax.vmap(lambda p, x: router.logit(p, x, config))(trained, x)
 
 

@@ -26,8 +26,8 @@ from eejax.losses.cross_entropy import IGNORE
 from eejax.models import exits, layers, transformer
 from eejax.models.config import ModelConfig
 
-PART = 16_384  # tokens of a part, which is written, and so not made again, once it is whole
-HELD = "held.json"  # in a folder of parts: how many positions are held at most
+PART = 16_384  # tokens of a part; a complete part is written and not computed again
+POSITIONS_FILE = "held.json"  # in a folder of parts: the maximum number of positions
 
 
 class States(NamedTuple):
@@ -58,7 +58,7 @@ class States(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Sequence[States]) -> States:
-        """Parts in a row."""
+        """Concatenate parts in their order."""
 
         def join(*a):
             return np.concatenate(a, 1 if a[0].ndim > 1 else 0)
@@ -66,13 +66,16 @@ class States(NamedTuple):
         return cls(*(join(*leaves) for leaves in zip(*parts, strict=True)))
 
     def first(self, n: int) -> States:
-        """The first n positions."""
+        """Return the first n positions."""
         return States(*(a[:, :n] if a.ndim > 1 else a[:n] for a in self))
 
 
-def most_that_fit(config: ModelConfig) -> int:
-    """Positions that a quarter of the free memory holds, of the host and of the first device: on a
-    CPU the two are one, and while parts are joined there are two copies."""
+def max_positions_in_memory(config: ModelConfig) -> int:
+    """Return the number of positions that fit into a quarter of the free memory.
+
+    It is the lesser of the host's and the first device's. On a CPU the two are one memory, and
+    while parts are joined there are two copies.
+    """
     free = memory.free()
     stats = jax.devices()[0].memory_stats() or {}
     if "bytes_limit" in stats:
@@ -85,59 +88,74 @@ def collect(
     params: Tree,
     config: ModelConfig,
     batches: Iterable[Mapping[str, Any]],
-    most: int,
+    max_positions: int,
     *,
     folder: str | os.PathLike | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> States:
-    """The states of the first `most` counted positions of batches (as `data.batches` gives), or of
-    as many as fit into memory.
+    """Collect the states of the first `max_positions` counted positions, or of as many as fit.
 
-    Every window is a unit. With a `folder` parts are kept there, and how many positions are held,
-    whatever memory is free later; those that are there already are taken from it: the caller sees
-    to it that they are of this model, these batches and this `most`. watch: is told how many there
-    are so far, and where memory cuts the text off. Raises DataError where no position counts,
-    FloatingPointError for states that are not finite.
+    Every window is a unit.
+
+    Args:
+      params: the model's parameters.
+      config: its configuration.
+      batches: batches of text (as `data.batches` gives).
+      max_positions: maximum number of positions.
+      folder: where parts are saved, and the number of positions that fit, whatever memory is free
+        later. Parts that are there already are read from it: the caller ensures that they are of
+        this model, these batches and this `max_positions`.
+      watch: called with the number of positions so far, and where memory cuts the text off.
+
+    Raises:
+      DataError: where no position counts.
+      FloatingPointError: for states that are not finite.
     """
-    done, n, asked = [], 0, most
-    most = _held(most, config, folder)
+    done, n, asked = [], 0, max_positions
+    max_positions = _held(max_positions, config, folder)
     say = watch or (lambda text: None)
-    with progress.steps("running the model over text", most, "token") as seen:
+    with progress.steps("running the model over text", max_positions, "token") as seen:
         for part in _parts(params, config, batches, folder, seen):
             done.append(part)
             n += part.n
-            say(f"{min(n, most)} of {asked} tokens seen")
-            if n >= most:
+            say(f"{min(n, max_positions)} of {asked} tokens seen")
+            if n >= max_positions:
                 break
-    if most < asked and n >= most:
-        say(f"the first {most} of {asked} tokens: no more fit into a quarter of the free memory")
+    if max_positions < asked and n >= max_positions:
+        say(
+            f"the first {max_positions} of {asked} tokens: no more fit into a quarter of the free "
+            "memory"
+        )
     if not n:
         raise DataError("no token to calibrate on: the text is empty, or too short for a label.")
-    whole = States.joined(done).first(most)
+    whole = States.joined(done).first(max_positions)
     for name in ("cosine", "kl", "nlls"):
         if not np.isfinite(getattr(whole, name)).all():
             raise FloatingPointError(f"{name} is not finite: check the model's parameters.")
     return whole
 
 
-def _held(most: int, config: ModelConfig, folder: str | os.PathLike | None) -> int:
-    """`most`, or as many as fit. A folder's first answer stays: with another one windows would be
-    divided otherwise, and routers judged by some that they were trained on."""
-    file = None if folder is None else pathlib.Path(folder) / HELD
+def _held(max_positions: int, config: ModelConfig, folder: str | os.PathLike | None) -> int:
+    """Return `max_positions`, or the number that fits into memory.
+
+    A folder keeps its first answer. With another one windows would be divided differently, and
+    routers would be judged on some that they were trained on.
+    """
+    file = None if folder is None else pathlib.Path(folder) / POSITIONS_FILE
     if file is not None and file.is_file():
         try:
             return int(json.loads(file.read_text(encoding="utf-8"))["most"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             told = f"{file}: cannot be read ({error!r}): remove {folder}."
             raise CheckpointError(told) from error
-    most = min(most, most_that_fit(config))
+    max_positions = min(max_positions, max_positions_in_memory(config))
     if file is not None:
-        write_text(file, json.dumps({"most": most}) + "\n")
-    return most
+        write_text(file, json.dumps({"most": max_positions}) + "\n")
+    return max_positions
 
 
 def _parts(params, config, batches, folder, tell: Callable[[int], object]) -> Iterator[States]:
-    """Parts of `PART` positions or some more, of batches in a row."""
+    """Yield parts of at least `PART` positions, of consecutive batches."""
     iterator, held, number, unit = iter(batches), [], 0, 0
 
     def file(i):
@@ -168,7 +186,7 @@ def _kept(held: list[States], file: pathlib.Path | None) -> States:
 
 
 def _seen(params: Tree, config: ModelConfig, batches, unit: int) -> Iterator[States]:
-    """Yield the states of every batch while the next one runs. unit: number of the first window."""
+    """Yield the states of every batch while the next one runs; `unit` numbers the first window."""
     before = None
     for batch in batches:
         inputs = {k: a for k, a in batch.items() if k != "units"}
@@ -191,7 +209,7 @@ def _fetched(running, labels: np.ndarray, unit: int) -> States:
 
 @partial(jax.jit, static_argnames="config")
 def _pass(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
-    """(boundary, cosine, kl, tokens, nlls) of all positions [b * t]."""
+    """Return (boundary, cosine, kl, tokens, nlls) of all positions [b * t]."""
     reached = []
 
     def tap(e, x):
@@ -219,10 +237,10 @@ def _pass(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
 
 
 def _of_logits(params: Tree, config: ModelConfig, rows):
-    """(kl [n, e], tokens, nlls [n, e + 1]) of states [e + 1] of [n, d] and labels [n].
+    """Return (kl [n, e], tokens, nlls [n, e + 1]) for states [e + 1] of [n, d] and labels [n].
 
-    Logits of one exit at a time, beside the final one's: at [n, v] they are by far the largest
-    arrays there are. A loop over a conditional is what XLA cannot reorder, and no head is copied.
+    Logits exist for one exit at a time, beside the final one's: at [n, v] they are by far the
+    largest arrays. XLA cannot reorder a loop over a conditional, and no head is copied.
     """
     states, label = rows
     heads = [exits.head(params, config, e) for e in range(config.n_exits + 1)]
@@ -232,7 +250,7 @@ def _of_logits(params: Tree, config: ModelConfig, rows):
         return jax.nn.log_softmax(exits.logits(head, states[e]))
 
     def seen(y):
-        # Where padded tokens have no probability, neither has a difference a meaning.
+        # Padded tokens have no probability, and differences there mean nothing.
         kl = jnp.sum(jnp.where(final > -1e4, jnp.exp(final) * (final - y), 0.0), -1)
         picked = jnp.take_along_axis(y, jnp.maximum(label, 0)[:, None], 1)[:, 0]
         return kl, argmax(y), -picked

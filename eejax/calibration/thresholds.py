@@ -1,4 +1,4 @@
-"""A threshold for every exit: the least depth at a wanted agreement."""
+"""A threshold for every exit: the least depth at a required agreement."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from eejax.common.errors import require
 
 PASSES = 3
 PRICES = np.geomspace(1e-2, 1e2, 30)
-BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))  # at 1 nobody leaves
+BELOW_ONE = float(np.nextafter(np.float32(1), np.float32(0)))  # at 1 no token leaves
 
 
 def thresholds_for(scores: ExitScores, gate: str, agreement: float) -> FrontierPoint:
-    """The thresholds [E] of least mean depth among those found whose agreement on `scores` is at
-    least the wanted one; 1, at which nobody leaves, where no others are.
+    """Find the thresholds [E] of least mean depth with at least this agreement on `scores`.
 
-    What an exit's threshold does, given the other exits', follows for all its values from one sort:
-    of the tokens that get there, those above it leave at once, and the others where they do anyhow.
-    So exits take turns, the deepest first: at a price of a wrong token, which is varied, and then
-    within what is left of the wrong tokens that may be. Chosen on the text that they are judged on:
-    judge them on other text, or ask for a `guarantee`.
+    They are 1, at which no token leaves, where no others reach the agreement.
 
-    Raises ConfigError for a gate without confidences of its own, or an agreement outside [0, 1].
+    Given the other exits' thresholds, one sort gives the effect of every value of an exit's
+    threshold: of the tokens that reach the exit, those above it leave at once, and the others leave
+    where they would anyway. Exits are therefore optimised in turn, the deepest first: first at a
+    varying price of a wrong token, then within the number of wrong tokens that is still allowed.
+    The thresholds are chosen on the text that they are judged on: judge them on other text, or ask
+    for a `guarantee`.
+
+    Raises:
+      ConfigError: for a gate without confidences of its own, or an agreement outside [0, 1].
     """
     require(0 <= agreement <= 1, "agreement", agreement, "must lie in [0, 1]")
-    require(gate in scores.confidences, "gate", gate, f"must be of {sorted(scores.confidences)}")
+    require(
+        gate in scores.confidences, "gate", gate, f"must be one of {sorted(scores.confidences)}"
+    )
     turns = _Turns(scores, gate)
     thresholds = np.ones(scores.config.n_exits)
     best = at_threshold(scores, thresholds.tolist(), gate=gate)
@@ -40,7 +45,7 @@ def thresholds_for(scores: ExitScores, gate: str, agreement: float) -> FrontierP
 
 
 class _Turns:
-    """Exits of scored text, whose thresholds [E] are chosen one after the other, in place."""
+    """Coordinate-wise choice of the thresholds [E] of scored text, in place."""
 
     def __init__(self, scores: ExitScores, gate: str):
         config = scores.config
@@ -52,7 +57,7 @@ class _Turns:
         self.exits = [e for e, x in enumerate(config.exits) if x.router or gate != "router"][::-1]
 
     def priced(self, thresholds: np.ndarray, price: float) -> None:
-        """Least depth + price * wrong, exit by exit."""
+        """Minimise depth + price * wrong tokens, exit by exit."""
         for _ in range(PASSES):
             before = thresholds.copy()
             for e in self.exits:
@@ -62,24 +67,25 @@ class _Turns:
             if np.array_equal(before, thresholds):
                 return
 
-    def within(self, thresholds: np.ndarray, most: float) -> None:
-        """Least depth of at most so many wrong tokens, exit by exit."""
+    def within(self, thresholds: np.ndarray, max_wrong: float) -> None:
+        """Minimise the depth with at most `max_wrong` wrong tokens, exit by exit."""
         for _ in range(PASSES):
             before = thresholds.copy()
             for e in self.exits:
                 saved, spoilt, cuts, wrong = self._look(e, thresholds)
-                gain = np.where(cuts & (wrong + spoilt <= most + 1e-9), saved, -np.inf)
-                if wrong > most + 1e-9:  # as few as can be
+                gain = np.where(cuts & (wrong + spoilt <= max_wrong + 1e-9), saved, -np.inf)
+                if wrong > max_wrong + 1e-9:  # already too many: as few more as possible
                     gain = np.where(cuts, -spoilt, -np.inf)
                 self._set(thresholds, e, gain)
             if np.array_equal(before, thresholds):
                 return
 
     def _look(self, e: int, thresholds: np.ndarray):
-        """Evaluate leaving at exit e with the i + 1 surest positions, for every i.
+        """Evaluate leaving at exit e with the i + 1 most confident positions, for every i.
 
-        Returns (depth saved [n], tokens spoilt [n], whether a threshold separates them from the
-        rest [n] bool, wrong tokens if none leaves).
+        Returns:
+          (depth saved [n], tokens made wrong [n], whether a threshold separates them from the rest
+          [n] bool, wrong tokens if none leaves).
         """
         fires = (self.said >= thresholds[:, None]) & (thresholds[:, None] < 1)
         fires[e] = False

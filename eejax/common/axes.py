@@ -1,4 +1,4 @@
-"""The axis letters of shape comments and einsums, and the names of the mesh axes.
+"""Axis letters of shape comments and einsums, and names of the mesh axes.
 
 b batch              t query positions     s cache positions    d model
 n query heads        k key/value heads     g query heads per key/value head

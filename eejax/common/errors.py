@@ -36,10 +36,12 @@ def require_given(field: str, value: T | None, allowed: str, fix: str = "") -> T
     return value
 
 
-def require_count(field: str, value: Any, least: int = 1) -> None:
-    """Raise `ConfigError` unless the value is an integer of at least `least`."""
+def require_count(field: str, value: Any, minimum: int = 1) -> None:
+    """Raise `ConfigError` unless the value is an integer of at least `minimum`."""
     count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require(count and int(value) >= least, field, value, f"must be an integer of at least {least}")
+    require(
+        count and int(value) >= minimum, field, value, f"must be an integer of at least {minimum}"
+    )
 
 
 def require_array(field: str, value: Any, allowed: str) -> np.ndarray:
@@ -60,13 +62,13 @@ def _message(field: str, value: Any, allowed: str, fix: str) -> str:
 
 
 def remedy(error: OSError) -> str:
-    """Return what to do about a path that cannot be used."""
+    """Return a fix for a path that cannot be used."""
     if error.errno in (errno.EEXIST, errno.ENOTDIR):
         return "give another folder, as this is a file"
     if error.errno == errno.EISDIR:
         return "give a file, as this is a folder"
     if error.errno == errno.ENOENT:
-        return "give a path that is there"
+        return "give a path that exists"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return "give a path that this user may use"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

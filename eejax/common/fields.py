@@ -1,8 +1,7 @@
 """Checks of dataclass fields by their annotations.
 
-An annotation says all that is allowed of a field by itself: its type, a range as
-`Annotated[int, Interval(ge=1)]`, choices as `Literal["a", "b"]`. What several fields must fulfil
-together is for the class to check.
+An annotation says everything that is allowed of one field: its type, a range as `Annotated[int,
+Interval(ge=1)]`, choices as `Literal["a", "b"]`. The class checks conditions on several fields.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from annotated_types import Interval
 
 from eejax.common.errors import require
 
-LIMIT = 2**31  # of integers that a device counts with
+LIMIT = 2**31  # integers of devices are below it
 PositiveInt = Annotated[int, Interval(ge=1, lt=LIMIT)]
 NonNegativeInt = Annotated[int, Interval(ge=0, lt=LIMIT)]
 PositiveFloat = Annotated[float, Interval(gt=0, lt=math.inf)]
@@ -59,7 +58,7 @@ def check_value(field: str, value: Any, type_: Any) -> None:
 
 
 def _outside(value: Any, type_: Any) -> str:
-    """Return the range of an annotation where a value lies outside it, in words, else ''."""
+    """Return, in words, the range of an annotation that a value lies outside of, else ''."""
     if _origin(type_) is tuple:
         element = typing.get_args(type_)[0]
         wrong = filter(None, (_outside(v, element) for v in value))
@@ -71,7 +70,7 @@ def _outside(value: Any, type_: Any) -> str:
 def is_a(value: Any, type_: Any) -> bool:
     """Return whether a value has an annotation's type, or is among its choices.
 
-    An int is a float, a bool is no number, and a mapping may stand for a dataclass.
+    An int counts as a float, a bool is not a number, and a mapping may stand for a dataclass.
     """
     if len(members(type_)) > 1:
         return any(is_a(value, t) for t in members(type_))

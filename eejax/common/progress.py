@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 DELAY = 1.0  # seconds; shorter work shows nothing
 EVERY = 10.0  # seconds between two reports
-LOG = "eejax.serving"  # the logger of what an engine does before it is ready, at level INFO
+LOG = "eejax.serving"  # logs the progress of an engine until it is ready, at level INFO
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 _LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"  # what compiles next
 _listeners: set[Callable[[str, float], None]] = set()
@@ -90,8 +90,8 @@ def reports(say: Callable[[str], None], every: float = EVERY) -> Iterator[None]:
 def _alongside(show: Callable[[float, list, threading.Event], None]) -> Iterator[None]:
     """Call `show` in a thread while the block runs.
 
-    It is given when the block began, the programs compiled since, a list that grows, and an event
-    of the block's end, upon which it returns.
+    Its arguments are the beginning of the block, a growing list of the programs compiled since, and
+    an event that is set when the block ends, upon which it returns.
     """
     programs, ended = [], threading.Event()
     shown = threading.Thread(target=show, args=(time.monotonic(), programs, ended), daemon=True)

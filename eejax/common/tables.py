@@ -9,17 +9,17 @@ from rich.console import Console
 from rich.rule import Rule
 from rich.table import Column, Table
 
-WIDTH = 2**20  # columns; a table is as wide as its cells, whatever it is shown on
+WIDTH = 2**20  # columns; a table is as wide as its cells, whatever the terminal's width
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of text under a header, the first column to the left and the others to the right.
+    """Format rows of text under a header, the first column left-aligned, the others right-aligned.
 
     Lines are never cut or wrapped and have no colours, so that a table is the same on a terminal,
     in a pipe and in a file.
 
     Raises:
-      ValueError: a row that has other than as many cells as the header.
+      ValueError: for a row with another number of cells than the header.
     """
     grid = Table.grid(Column(), *(Column(justify="right") for _ in header[1:]), padding=(0, 2))
     for row in (header, [Rule(characters="-", style="") for _ in header], *rows):

@@ -34,10 +34,10 @@ def unstack(stack: Tree, start: int, stop: int) -> tuple[Tree, ...]:
 
 
 def split(tree: Tree, chosen: Callable[[str], bool]) -> tuple[Tree, Tree]:
-    """Split nested dicts into the leaves whose names ('exits/exit_3/norm/scale') are chosen, and
-    the rest.
+    """Split nested dicts into the leaves whose names are chosen, and the rest.
 
-    Both results keep only dicts that contain leaves. Anything but a dict is a leaf.
+    A name is like 'exits/exit_3/norm/scale'. Both results keep only dicts that contain leaves.
+    Anything but a dict is a leaf.
     """
     leaves = flatten_dict(tree)
     first = {path: leaf for path, leaf in leaves.items() if chosen("/".join(path))}

@@ -1,4 +1,4 @@
-"""Which window of which split every sample is, as a pure function of (seed, sample)."""
+"""Mapping of samples to windows of splits, as a pure function of (seed, sample)."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ import numpy as np
 
 from eejax.common.errors import require
 
-# Samples in which every split has its exact share. Its order is sorted and kept as a whole
-# (0.3 ms, 64 KiB); the smallest share that can be asked for is about one sample of it.
+# Samples in which every split has its exact share. The order of a block is sorted and kept as a
+# whole (0.3 ms, 64 KiB); the smallest possible share is about one sample of it.
 BLOCK = 4096
 
 _BLOCKS = 2**32 - 1  # the stream that orders the samples of a block; a split's is its number
 
 
 class Blend:
-    """An endless sequence of windows of several splits, each with its share of the samples.
+    """Endless sequence of windows of several splits, each with its share of the samples.
 
-    A block of `BLOCK` samples holds `shares[i]` windows of split i, in an order drawn from
-    (seed, block). The k-th sample of split i is the k-th window of that split's own epochs,
-    each of which takes every window once, ordered by (seed, i, epoch). Looking a sample up
-    takes the same time wherever it is.
+    A block of `BLOCK` samples holds `shares[i]` windows of split i, in an order drawn from (seed,
+    block). The k-th sample of split i is the k-th window of that split's own epochs, each of which
+    takes every window once, ordered by (seed, i, epoch). Looking a sample up takes the same time
+    wherever it is.
 
-    windows: how many each split has. shares: of each, as `shares_of` makes them.
+    Attributes:
+      windows: number of windows of each split.
+      shares: share of each split, as `shares_of` returns it.
     """
 
     def __init__(self, windows: Sequence[int], shares: Sequence[int], seed: int):
         self.windows, self.shares, self.seed = tuple(windows), tuple(shares), seed
-        # Samples in flight need two neighbouring epochs and blocks at most; threads that ask
-        # at once wait for one another, as a long order should not be sorted by each of them.
+        # Samples in flight need at most two neighbouring epochs and blocks. Concurrent threads
+        # wait for one another, so that each does not sort the same long order.
         self._lock = threading.Lock()
         self._block = functools.lru_cache(2)(functools.partial(_block, self.shares, seed))
         self._orders = [
@@ -75,8 +77,8 @@ def shares_of(weights: Sequence[float], field: str = "weights") -> tuple[int, ..
         not starved,
         field,
         weights,
-        f"gives number {', '.join(map(str, starved))} not one of {BLOCK} samples, so that it "
-        "would never be trained on",
+        f"gives number {', '.join(map(str, starved))} not one of {BLOCK} samples, so it would "
+        "never be trained on",
         "Raise the weight, or leave that split out.",
     )
     return tuple(shares)
@@ -94,8 +96,7 @@ def permutation(n: int, seed: int, number: int, stream: int = 0) -> np.ndarray:
 
 
 def _block(shares: tuple[int, ...], seed: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the split [BLOCK] of every sample, and its number [BLOCK] among that split's
-    samples."""
+    """Return the split [BLOCK] of every sample, and its number [BLOCK] within that split."""
     order = permutation(BLOCK, seed, block, _BLOCKS)
     which = np.repeat(np.arange(len(shares)), shares)[order]
     ranks = np.empty(BLOCK, np.int64)

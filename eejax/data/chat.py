@@ -50,7 +50,7 @@ class MarkingEnvironment(ImmutableSandboxedEnvironment):
 
 
 class GenerationTag(Extension):
-    """The tag `{% generation %}`, with which templates show trainers the model's part.
+    """Tag `{% generation %}`, with which templates mark the assistant's part for training.
 
     Its content is rendered as it is, or between `MARKS` if the environment's `marks` is set.
     """
@@ -253,10 +253,13 @@ def _thoughtful(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plain(message: Mapping[str, Any], where: str = "messages") -> dict[str, Any]:
-    """Convert a message of OpenAI's form to the one that templates take.
+    """Convert a message of OpenAI's form to the form that templates take.
 
     Its content becomes a text and the arguments of its tool calls become objects; null fields are
-    dropped. Raises ConfigError that names the field, within `where`.
+    dropped.
+
+    Raises:
+      ConfigError: for a field that cannot be converted; the error names it, within `where`.
     """
     found = {key: value for key, value in message.items() if value is not None}
     if "content" not in found and (role := found.get("role")) in SPEAKING:
@@ -293,9 +296,7 @@ def plain(message: Mapping[str, Any], where: str = "messages") -> dict[str, Any]
 def _text_of_part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else part
     if kind != "text" or not isinstance(part.get("text"), str):
-        raise ConfigError(
-            f"{where}.type = {kind!r}: must be 'text', the only content that models here read."
-        )
+        raise ConfigError(f"{where}.type = {kind!r}: must be 'text', the only supported content.")
     return part["text"]
 
 
@@ -314,8 +315,13 @@ def _refuse(message: str) -> None:
 def find(folder: pathlib.Path | None, tokenizer: Tokenizer) -> TemplateSource | None:
     """Find a model's chat template.
 
-    A file in the folder comes before the tokenizer's own; None if there is neither. Raises
-    DataError for a file that cannot be read.
+    A file in the folder comes before the tokenizer's own.
+
+    Returns:
+      the template, None if there is none.
+
+    Raises:
+      DataError: for a file that cannot be read.
     """
     own = None if folder is None else chat_template(folder)
     source = own or tokenizer.chat

@@ -1,4 +1,4 @@
-"""Data sets of the Hugging Face Hub, or local folders in its form, as a source."""
+"""Data sets of the Hugging Face Hub, or local folders of the same form, as a source."""
 
 from __future__ import annotations
 
@@ -19,12 +19,18 @@ PREFIX = "hf:"
 
 @dataclasses.dataclass(frozen=True)
 class HubDataset:
-    """One split of a data set that the `datasets` package reads, each row one document.
+    """One split of a data set that the `datasets` package reads; each row is one document.
 
-    `name` is one on the Hub ("user/name") or a local folder. Rows are streamed: nothing is
-    downloaded ahead and a few of them are held. A row's text lies in `text_field` as in
-    `TextFiles`, and so works `max_bytes`. The revision is looked up once for each object; all
-    that it reads and describes is of that revision.
+    Rows are streamed: nothing is downloaded ahead and only a few of them are held. The revision is
+    looked up once for each object, and everything that it reads and describes is of that revision.
+
+    Attributes:
+      name: a name on the Hub ("user/name") or a local folder.
+      config: configuration of the data set.
+      split: name of the split.
+      text_field: field of the text, as in `TextFiles`.
+      max_bytes: maximum bytes of text, as in `TextFiles`.
+      form: form of the records, as in `TextFiles`.
     """
 
     name: str
@@ -133,7 +139,7 @@ class HubDataset:
 
     @contextlib.contextmanager
     def _naming(self) -> Iterator[None]:
-        """Turn the many kinds of errors of the library into one, with the name and the fix."""
+        """Turn the library's various errors into one that names the data set and the fix."""
         try:
             yield
         except DataError:

@@ -23,7 +23,9 @@ Batch = dict[str, np.ndarray]
 class BatchSchedule:
     """Growth of the batch over a run (Megatron-LM's --rampup-batch-size).
 
-    `sizes` are ascending; each but the last has the consumed samples after which it ends.
+    Attributes:
+      sizes: batch sizes, ascending.
+      ends: consumed samples after which each size but the last ends.
     """
 
     sizes: tuple[int, ...]
@@ -35,7 +37,8 @@ class BatchSchedule:
     ) -> BatchSchedule:
         """Build a schedule from a ramp-up (start, increment, samples), or None for one size.
 
-        Raises `ConfigError`, naming `field`, for an impossible ramp-up.
+        Raises:
+          ConfigError: for an impossible ramp-up; the error names `field`.
         """
         if rampup is None:
             return cls((batch_size,))
@@ -57,8 +60,7 @@ class BatchSchedule:
         return self.sizes[bisect.bisect_right(self.ends, samples)]
 
     def before(self, step: int, start: int = 0) -> int:
-        """Return the samples before the batch `step` batches after the one that begins at
-        `start`."""
+        """Return the samples before the `step`-th batch after the one that begins at `start`."""
         for size, end in zip(self.sizes, self.ends, strict=False):  # the last has no end
             taken = min(step, max(0, -(-(end - start) // size)))
             start, step = start + taken * size, step - taken
@@ -145,10 +147,12 @@ class Loader:
                 )
 
     def shard(self, index: int, count: int) -> Loader:
-        """Return the loader of process `index` of `count`, with its rows of the same global
-        batches.
+        """Return the loader of process `index` of `count`.
 
-        Raises `ConfigError` if one of `sizes` is not divisible by `count`.
+        It returns that process's rows of the same global batches.
+
+        Raises:
+          ConfigError: if one of `sizes` is not divisible by `count`.
         """
         require(0 <= index < count, "index", index, f"must be in 0..{count - 1}")
         require(
@@ -172,7 +176,7 @@ class Loader:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """All batch sizes that can occur, ascending."""
+        """All possible batch sizes, ascending."""
         return self._sizes.sizes
 
     def size_at(self, samples: int) -> int:
@@ -180,8 +184,7 @@ class Loader:
         return self._sizes.at(samples)
 
     def samples_before(self, step: int, start: int = 0) -> int:
-        """Return the samples before the batch `step` batches after the one that begins at
-        `start`."""
+        """Return the samples before the `step`-th batch after the one that begins at `start`."""
         return self._sizes.before(step, start)
 
     def batch_at(self, samples: int) -> Batch:
@@ -197,7 +200,7 @@ class Loader:
         return windows_of(chosen, self.length, rows, self.document_masks)
 
     def batch(self, step: int) -> Batch:
-        """Return `batch_at` the step of a run that had these sizes from its beginning."""
+        """Return the batch of step `step` in a run that had these sizes from its beginning."""
         return self.batch_at(self.samples_before(step))
 
     def __iter__(self) -> Loader:
@@ -214,8 +217,10 @@ class Loader:
         self.step += 1
 
     def state(self) -> dict[str, Any]:
-        """Return JSON from which `restore` continues, on any number of shards, in batches of any
-        size."""
+        """Return JSON from which `restore` continues.
+
+        Neither the number of shards nor the batch size has to stay the same.
+        """
         return {"samples": self.samples, "step": self.step, **self._identity()}
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -242,7 +247,7 @@ class Loader:
         self.samples, self.step = state["samples"], state["step"]
 
     def _identity(self) -> dict[str, Any]:
-        """Return what decides which window a sample is."""
+        """Return the settings that decide which window a sample is."""
         return {
             "dataset": "+".join(split.fingerprint for split in self.splits),
             "split": "+".join(split.name for split in self.splits),
@@ -262,14 +267,13 @@ def batches(
     limit: int | None = None,
     shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
-    """Yield one pass over a split in its own order, for evaluation, in batches like those of
-    `Loader`.
+    """Yield one pass over a split in its own order, for evaluation, in batches like `Loader`'s.
 
     Every token except the split's first is a label once (with `document_masks`, every token except
     the documents' first). The last window and the last batch are filled up with token 0 and label
     IGNORE, so all batches have one shape. With `limit`, there are at most that many batches, of
-    `even_windows(split, length, limit * batch_size)`. `shard` is (index, count) and takes this
-    process's rows of each.
+    `even_windows(split, length, limit * batch_size)`. `shard` is (index, count) and selects this
+    process's rows of each batch.
     """
     require(batch_size > 0, "batch_size", batch_size, "must be > 0")
     require(length > 0, "length", length, "must be > 0")
@@ -289,23 +293,30 @@ def batches(
         yield windows_of(chosen, length, rows, document_masks)
 
 
-def even_windows(split: Split, length: int, most: int | None = None) -> np.ndarray:
-    """Numbers [n] of at most `most` windows of a split, evenly spaced and ascending; None: all.
+def even_windows(split: Split, length: int, max_windows: int | None = None) -> np.ndarray:
+    """Return the numbers [n] of windows of a split, evenly spaced and ascending.
 
-    Window w has tokens w*length .. and the labels one further on, cut at the split's end; the
-    last may be short. The choice depends on the arguments alone, so that however a sample is
-    cut into batches, it is the same sample.
+    Window w has tokens w*length .. and the labels one further on, cut at the split's end; the last
+    may be short. The choice depends on the arguments alone, so the sample is the same however it is
+    cut into batches.
+
+    Args:
+      split: the split.
+      length: tokens of a window.
+      max_windows: maximum number of windows; None for all.
 
     Raises:
-      ConfigError: `most` below 1.
+      ConfigError: `max_windows` below 1.
       DataError: a split without a token to predict.
     """
     require(length > 0, "length", length, "must be > 0")
-    require(most is None or most > 0, "most", most, "must be None or > 0")
+    require(
+        max_windows is None or max_windows > 0, "max_windows", max_windows, "must be None or > 0"
+    )
     if len(split) < 2:
         raise DataError(f"the {split.name} split has no token to predict: give more text.")
     total = -(-(len(split) - 1) // length)
-    n = total if most is None else min(most, total)
+    n = total if max_windows is None else min(max_windows, total)
     return (2 * np.arange(n) + 1) * total // (2 * n)  # the middle of each of n equal parts
 
 
@@ -314,8 +325,8 @@ def windows_of(
 ) -> Batch:
     """Return the chosen windows as a batch of `rows` rows, of which surplus rows are empty.
 
-    Where a tokenizer's texts begin with a token, windows do that begin in the middle of one: its
-    place is taken from the window's end, whose token is the next window's first label.
+    If a tokenizer's texts begin with a token, windows that begin within a text begin with it too.
+    It takes the place of the window's last token, which is the next window's first label.
     """
     tokens = np.zeros((rows, length), np.int32)
     labels = np.full((rows, length), IGNORE, np.int32)

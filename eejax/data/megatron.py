@@ -1,4 +1,4 @@
-"""Tokens that Megatron-LM prepared, read where they lie.
+"""Token files that Megatron-LM prepared, read in place.
 
 A data set is two little-endian files (`IndexedDataset` of Megatron-LM's core/datasets):
 
@@ -29,7 +29,7 @@ _HEADER = struct.Struct("<QBQQ")
 _DTYPES = {1: "|u1", 2: "|i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS = {6: "float64", 7: "float32"}
 
-_BLOCK = 1 << 22  # tokens that are looked at together
+_BLOCK = 1 << 22  # tokens that are read together
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,7 +83,7 @@ def open_megatron(
     except OSError as error:
         raise DataError(
             f"{error.filename} cannot be read: {error.strerror or error}. A Megatron data set is "
-            "named by what PREFIX.bin and PREFIX.idx begin with."
+            "named by the common PREFIX of PREFIX.bin and PREFIX.idx."
         ) from error
     numbers = np.flatnonzero(np.diff(bounds))  # of the documents with tokens
     starts = np.append(bounds[numbers], bounds[-1])
@@ -116,8 +116,8 @@ def _index(path: str) -> tuple[np.dtype, np.ndarray]:
     magic, rest = head[: len(_MAGIC)], head[len(_MAGIC) :]
     if magic != _MAGIC:
         raise DataError(
-            f"{path}: begins with {magic!r}, not {_MAGIC!r}: it is no index of Megatron-LM's "
-            "memory-mapped data sets (the older formats 'lazy' and 'cached' are not read)."
+            f"{path}: begins with {magic!r}, not {_MAGIC!r}: it is not an index of Megatron-LM's "
+            "memory-mapped data sets (the older formats 'lazy' and 'cached' are not supported)."
         )
     if len(rest) < _HEADER.size:
         raise _short(path, size, len(_MAGIC) + _HEADER.size)
@@ -135,8 +135,8 @@ def _index(path: str) -> tuple[np.dtype, np.ndarray]:
         raise _short(path, size, expected)
     if size > expected:
         raise DataError(
-            f"{path}: {size} bytes where its header speaks of {expected}: it is damaged, or has "
-            "the modes of a multimodal data set, which is not read."
+            f"{path}: {size} bytes where its header says {expected}: it is damaged, or has the "
+            "modes of a multimodal data set, which is not supported."
         )
     if not n or not documents:
         raise DataError(f"{path}: number of sequences {n}, document index of {documents}: empty.")
@@ -174,7 +174,7 @@ def _tokens(path: str, dtype: np.dtype, count: int) -> np.ndarray:
         raise _short(path, size, expected)
     if size > expected:
         raise DataError(
-            f"{path}: {size} bytes where its index speaks of {expected} ({count} tokens of "
+            f"{path}: {size} bytes where its index says {expected} ({count} tokens of "
             f"{dtype.name}): the two files do not belong together."
         )
     return np.memmap(path, dtype, "r") if count else np.zeros(0, dtype)

@@ -14,14 +14,14 @@ Dataset = PackedDataset | MegatronDataset
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
-    """Data sets of one tokenizer, and the share of training samples drawn from each."""
+    """Data sets of one tokenizer, with their shares of the training samples."""
 
     datasets: tuple[Dataset, ...]
     weights: tuple[float, ...]
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint, as a loader over the splits names its data."""
+        """Fingerprint, as a loader over the splits computes it."""
         return "+".join(d.fingerprint for d in self.datasets)
 
     @property
@@ -29,7 +29,7 @@ class Mixture:
         return self.datasets[0].tokenizer
 
     def split(self, name: str) -> Split:
-        """Raise an error: a mixture has a split of each data set (`parts`)."""
+        """Raise an error, since a mixture has one split for each data set (`parts`)."""
         raise DataError(
             f"the {name} text is a mixture of {len(self.datasets)} data sets, and this takes one: "
             "train without data.weights, or name other text."
@@ -39,7 +39,8 @@ class Mixture:
 def parts(dataset: Dataset | Mixture, name: str) -> tuple[Split, ...]:
     """Return the split of every data set of a mixture, or of the only one.
 
-    Raises `DataError` if one does not have it.
+    Raises:
+      DataError: if a data set does not have it.
     """
     datasets = dataset.datasets if isinstance(dataset, Mixture) else (dataset,)
     return tuple(d.split(name) for d in datasets)

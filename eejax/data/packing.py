@@ -39,10 +39,10 @@ SPLITS = ("train", "validation")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Split:
-    """The documents of one split, seen as one run of tokens 0..len-1.
+    """Documents of one split, read as one sequence of tokens 0..len-1.
 
-    The split's documents lie in `runs` of neighbours in the file, so that reading a window
-    takes one or two slices.
+    The split's documents lie in `runs` of neighbours in the file, so that reading a window takes
+    one or two slices.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Split:
         return self.counted(start, count)[0]
 
     def counted(self, start: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return `read`, and which of these tokens are to be predicted, None if all are."""
+        """Return `read`, and a mask of the tokens to be predicted; None if all are."""
         stop = min(start + count, len(self))
         pieces = []
         run = int(np.searchsorted(self.runs, start, side="right")) - 1
@@ -116,7 +116,7 @@ class PackedDataset:
 
     @functools.cached_property
     def splits(self) -> dict[str, Split]:
-        """The splits that have documents, by name."""
+        """Splits that have documents, by name."""
         starts, sizes, split = (
             np.load(os.path.join(self.path, f"{n}.npy")) for n in ("starts", "bytes", "split")
         )
@@ -185,7 +185,7 @@ def choose(splits: dict[str, Split], name: str, path: str) -> Split:
 
 @dataclasses.dataclass(frozen=True)
 class PackProgress:
-    """Progress of packing. `total_bytes` is an estimate by the source itself, or None."""
+    """Progress of packing; `total_bytes` is an estimate by the source itself, or None."""
 
     documents: int
     bytes: int
@@ -227,11 +227,11 @@ def pack(
     except DataError as error:
         if (path := packed_before(source, *settings)) is None:
             raise
-        logging.warning("%s What was packed of it is whole and goes on to be used: %s", error, path)
+        logging.warning("%s Its packed tokens are complete and are still used: %s", error, path)
         return open_packed(path)
     root, name = os.path.split(path)
     if os.path.isdir(path):
-        with contextlib.suppress(OSError):  # others may have made it, for us to read only
+        with contextlib.suppress(OSError):  # it may belong to others and be read-only
             writing.remove_stale(root)
         return open_packed(path)
     with writing.naming(root):
@@ -254,7 +254,7 @@ def find_packed(
     validation_fraction: float = 0.05,
     seed: int = 0,
 ) -> PackedDataset | None:
-    """Return what `pack` made of the same arguments, verified; None if it has not."""
+    """Return the verified result of `pack` with the same arguments; None if there is none."""
     _, path = place(source, tokenizer, root, validation_fraction, seed)
     return open_packed(path) if os.path.isdir(path) else None
 
@@ -294,7 +294,7 @@ def _fingerprint(path: str, meta: dict[str, Any]) -> str:
 
 
 def _rest(path: str, meta: dict[str, Any]) -> str:
-    """Return a checksum of all that `_fingerprint` leaves out, including meta.json itself."""
+    """Return a checksum of everything that `_fingerprint` leaves out, meta.json included."""
     described = {k: v for k, v in meta.items() if k != "rest"}
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode())
     tokenizer = sorted(os.listdir(os.path.join(path, "tokenizer")))
@@ -337,19 +337,21 @@ def _tokenize(
     try:
         check_enough(work.state.documents, spec["validation_fraction"], most if used_up else None)
     except DataError:
-        work.begin_anew()  # going on would come to the same end
+        work.begin_anew()  # resuming would fail in the same way
         raise
     work.commit()
 
 
-def check_enough(documents: int, fraction: float, most: int | None = None) -> None:
-    """Raise `DataError` for too few documents. `most` is the `max_bytes` that cut the text."""
+def check_enough(documents: int, fraction: float, max_bytes: int | None = None) -> None:
+    """Raise `DataError` for too few documents; `max_bytes` is the limit that cut the text."""
     if not documents:
         raise DataError(
             "the source has no document with text: give more text, or a larger max_bytes."
         )
     if documents == 1 and fraction > 0.0:
-        cut = "" if most is None else f"raise data.max_bytes = {most}, which cut the text, "
+        cut = (
+            "" if max_bytes is None else f"raise data.max_bytes = {max_bytes}, which cut the text, "
+        )
         raise DataError(
             "the text is a single document and cannot be split into train and validation: "
             f"{cut}give more files, or set data.validation_fraction = 0 and hold nothing out. (In "
@@ -364,14 +366,14 @@ def _behind(
     documents, digest = iter(source.documents()), hashlib.blake2b(digest_size=16)
     if not work.state.documents:
         return documents, digest
-    logging.info("%s: going on behind document %d", work.folder, work.state.documents)
+    logging.info("%s: resuming after document %d", work.folder, work.state.documents)
     for _, document in zip(range(work.state.documents), documents, strict=False):
         _update(digest, document)
     if digest.hexdigest() == work.state.digest:
         return documents, digest
     logging.warning(
-        "%s: the text is no longer what it was when packing began, though it describes itself in "
-        "the same way: packing begins anew",
+        "%s: the text has changed since packing began, though its description has not: packing "
+        "begins anew",
         work.folder,
     )
     work.begin_anew()
@@ -394,7 +396,7 @@ def _chunks(
 
 
 def _update(digest: Any, document: Document | FieldDocument) -> None:
-    # Whether the text is Unicode text at all is for the tokenizer to say.
+    # The tokenizer checks that the text is valid Unicode.
     for value in (document.name, document.text):
         data = value.encode(errors="surrogatepass")
         digest.update(len(data).to_bytes(8, "little"))
@@ -462,11 +464,10 @@ def _finish(work: writing.PackingFolder, tokenizer: Tokenizer, spec: dict[str, A
 
 
 def assign(hashes: Callable[[], Iterable[np.ndarray]], fraction: float) -> Iterator[np.ndarray]:
-    """Yield blocks of uint8 for blocks of hashes in [0, 1): 1, validation, for a hash below
-    `fraction`.
+    """Yield the split of documents, uint8, for blocks of their hashes in [0, 1).
 
-    `hashes` returns the blocks, each time from the first on. If a split would stay empty, the
-    document nearest to it is moved.
+    It is 1, validation, for a hash below `fraction`. `hashes` returns the blocks, each time from
+    the first on. If a split would stay empty, the document nearest to it is moved.
     """
     move = _to_move(hashes(), fraction) if fraction > 0.0 else None
     start = 0

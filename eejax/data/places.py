@@ -1,4 +1,4 @@
-"""The folder of a packed data set, from what decides it."""
+"""Folder of a packed data set, derived from the settings that decide its content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def place(
     validation_fraction: float,
     seed: int,
 ) -> tuple[dict[str, Any], str]:
-    """Return what decides a data set, and the folder that follows from it."""
+    """Return the settings that decide a data set's content, and its folder."""
     check_fraction(validation_fraction)
     require_end(tokenizer)
     spec = _spec(source.describe(), tokenizer, validation_fraction, seed)

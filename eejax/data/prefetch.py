@@ -1,4 +1,4 @@
-"""Batches prepared ahead by grain, and windows as a source for pipelines of one's own."""
+"""Batches prepared ahead by grain, and windows as a source for the user's own pipelines."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ def import_grain() -> Any:
 
 
 class Prefetch:
-    """The batches of a `Loader`, in its order, the next of them prepared in the background.
+    """Batches of a `Loader`, in its order, prepared ahead in the background.
 
-    `threads` threads keep `buffer` batches ready. The position is the loader's own and moves
-    when a batch is handed out, not when it is prepared: the loader's `state()` is this one's,
-    and a loader that is moved is followed. An error while preparing a batch is raised where
-    that batch would have been handed out; asked again, it is tried again.
+    `threads` threads keep `buffer` batches ready. The position is the loader's own and moves when a
+    batch is handed out, not when it is prepared: the loader's `state()` is this one's, and a loader
+    that is moved is followed. An error while preparing a batch is raised where that batch would
+    have been handed out; the next call tries again.
 
-    `close`, or leaving it as a context, waits for the batches under way and drops what was
-    prepared; the position stays, and iterating begins anew from there.
+    `close`, or leaving the context, waits for the batches in preparation and drops what was
+    prepared; the position stays, and iterating continues from there.
 
     Raises:
       ConfigError: fewer than one thread, or fewer batches than threads.
@@ -64,8 +64,8 @@ class Prefetch:
         running = self._running
         if running is None or self._at != self.loader.samples:
             running = self._open()
-        # grain goes on after the batch that failed: until this one is handed out, whatever
-        # interrupts (a signal's handler too) means beginning anew from the loader's position.
+        # grain goes on after a failed batch. Until this batch is handed out, any interruption (by
+        # a signal's handler too) therefore restarts from the loader's position.
         self._at = None
         batch = next(running.iterator)
         self.loader.advance()
@@ -104,7 +104,7 @@ class Prefetch:
 
 
 class _Running(NamedTuple):
-    """Batches under way: what makes them, and grain's iterator over them."""
+    """Batches in preparation: their source, and grain's iterator over them."""
 
     source: _Ahead
     iterator: Any
@@ -130,7 +130,7 @@ class _Ahead:
         return self._loader.batch_at(self._loader.samples_before(i, self._start))
 
     def stop(self) -> set[threading.Thread]:
-        """Begin no further batch; threads may still finish one."""
+        """Start no further batch; threads may still finish one."""
         with self._lock:
             self._stopped = True
         return self._threads
@@ -152,7 +152,7 @@ def windows(split: Split, length: int, *, document_masks: bool = False) -> TextW
 
 
 class TextWindows:
-    """Windows of a split, which `windows` makes."""
+    """Windows of a split, built by `windows`."""
 
     def __init__(self, split: Split, length: int, document_masks: bool):
         self._split, self._length, self._masks = split, length, document_masks

@@ -1,4 +1,4 @@
-"""Texts of files that hold one record for each document: JSON lines and Parquet."""
+"""Records of files that hold one for each document: JSON lines and Parquet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BUFFER_BYTES = 1 << 20
 TEXT, CHAT, COMPLETION = FORMS = ("text", "chat", "completion")
 """Forms of a record: text, a conversation, or a prompt and its completion."""
 COLUMNS = {CHAT: ("messages", "tools"), COMPLETION: ("prompt", "completion")}
-"""The fields of the forms that are no text; `tools` may be left out."""
+"""Fields of the other forms than text; `tools` may be left out."""
 
 _NOTHING = object()
 
@@ -39,9 +39,11 @@ def reader(path: str) -> Callable[[str, str, str], Texts] | None:
 def json_lines(path: str, field: str, form: str = TEXT) -> Texts:
     """Yield (number, text) of each line, numbered from 1; blank lines are skipped.
 
-    Holds one line. A name that ends in .gz is unpacked on the way. Raises `DataError` for what
-    cannot be read, a line that is no JSON object, or one without a string in `field`, or of
-    another form than "text" without that form's fields.
+    One line is held at a time. A name that ends in .gz is unpacked on the way.
+
+    Raises:
+      DataError: for a file that cannot be read, a line that is not a JSON object, or one without a
+        string in `field`, or without the fields of a form other than "text".
     """
     try:
         with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
@@ -59,8 +61,11 @@ def json_lines(path: str, field: str, form: str = TEXT) -> Texts:
 def parquet(path: str, field: str, form: str = TEXT) -> Texts:
     """Yield (number, text) of each row, numbered from 1, reading only the needed column.
 
-    Holds a few pages of one row group. Raises `DataError` for what is no Parquet file, a field
-    that is not there or does not hold strings, or a row without one.
+    A few pages of one row group are held at a time.
+
+    Raises:
+      DataError: for a file that is not Parquet, a field that does not exist or does not hold
+        strings, or a row without one.
     """
     try:
         import pyarrow as pa
@@ -98,30 +103,32 @@ def parquet(path: str, field: str, form: str = TEXT) -> Texts:
 
 
 def content_of(record: Any, field: str, where: str, form: str = TEXT) -> str:
-    """Return `text_of` a record, or `fields_of` one of another form."""
+    """Return the text of a record (`text_of`), or the fields of another form (`fields_of`)."""
     return text_of(record, field, where) if form == TEXT else fields_of(record, form, where)
 
 
 def fields_of(record: Any, form: str, where: str) -> str:
     """Return the fields of a record of `form`, as JSON.
 
-    "chat": `messages`, a list of objects with a `role` and a `content`, and where the record has
-    them `tools`, a list of objects. "completion": the strings `prompt` and `completion`. Raises
-    `DataError`, beginning with `where`, for a record without.
+    "chat" has `messages`, a list of objects with a `role` and a `content`, and optionally `tools`,
+    a list of objects. "completion" has the strings `prompt` and `completion`.
+
+    Raises:
+      DataError: for a record without these fields; the message begins with `where`.
     """
     found = {name: record.get(name) for name in COLUMNS[form]}
     if form == COMPLETION:
         wrong = [name for name, value in found.items() if not isinstance(value, str)]
-        problem = f"the field {wrong[0]!r} is {_kind(found[wrong[0]])}, no text" if wrong else ""
+        problem = f"the field {wrong[0]!r} is {_kind(found[wrong[0]])}, not text" if wrong else ""
     else:
         problem = _misshapen(found["messages"]) or _misshapen_tools(found["tools"])
         if found["tools"] is None:
             del found["tools"]
     text = json.dumps(found, ensure_ascii=False)
     if not problem and any("\ud800" <= c <= "\udfff" for c in text):
-        problem = "a text has a lone surrogate, which is no Unicode text"
+        problem = "a text has a lone surrogate, which is not Unicode text"
     if problem:
-        raise DataError(f"{where}: {problem} ({form}: wants {_WANTED[form]}).")
+        raise DataError(f"{where}: {problem} ({form}: must be {_WANTED[form]}).")
     return text
 
 
@@ -137,8 +144,10 @@ def without_nulls(value: Any) -> Any:
 
 
 def texts_in(record: str, form: str) -> tuple[str, ...]:
-    """Return the texts in a record from `fields_of`: contents of messages, prompt and
-    completion."""
+    """Return the texts in a record from `fields_of`.
+
+    They are the contents of messages, or the prompt and the completion.
+    """
     fields = json.loads(record)
     if form == COMPLETION:
         return fields["prompt"], fields["completion"]
@@ -158,18 +167,18 @@ def _misshapen_tools(tools: Any) -> str:
     """Return the problem with the functions that a conversation may call, "" for none."""
     if tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         return ""
-    return f"the field 'tools' is {_kind(tools)}, no list of objects"
+    return f"the field 'tools' is {_kind(tools)}, not a list of objects"
 
 
 def _misshapen(messages: Any) -> str:
     """Return the problem with a conversation, "" for none."""
     if not isinstance(messages, list) or not messages:
-        return f"the field 'messages' is {_kind(messages)}, no list of messages"
+        return f"the field 'messages' is {_kind(messages)}, not a list of messages"
     for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             return f"messages[{i}] has no role"
         if not isinstance(message.get("content"), str | list | None):
-            return f"messages[{i}].content is {_kind(message['content'])}, no text"
+            return f"messages[{i}].content is {_kind(message['content'])}, not text"
         if message["role"] == "assistant" and not (
             isinstance(message.get("content"), str | list) or message.get("tool_calls")
         ):
@@ -194,7 +203,7 @@ def text_of(record: Any, field: str, where: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where}: the field {field!r} has a lone surrogate at character {error.start}, which "
-            "is no Unicode text: take the record out, or write it again."
+            "is not Unicode text: remove the record, or write it again."
         ) from error
     return value
 
@@ -205,7 +214,7 @@ def missing(field: str, kind: str | None, strings: list[str], where: str) -> Dat
     `kind` is the type of the value there, None without one. `strings` are the fields that do hold
     text.
     """
-    problem = f"no field {field!r}" if kind is None else f"{kind} in the field {field!r}, no text"
+    problem = f"no field {field!r}" if kind is None else f"{kind} in the field {field!r}, not text"
     shown = ", ".join(strings[:20]) + (", ..." if len(strings) > 20 else "")
     have = f"its fields with text are {shown}" if strings else "no field of it holds text"
     return DataError(
@@ -220,16 +229,13 @@ def unreadable(path: str, error: Exception) -> DataError:
 
 
 def _json(line: bytes, where: str) -> dict[str, Any]:
-    fix = (
-        "a file of this name has one JSON object on each line; give it another ending if it is "
-        "plain text."
-    )
+    fix = "a file with this suffix has one JSON object on each line; rename it if it is plain text."
     if len(line) > MAX_LINE_BYTES:
         raise DataError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB: {fix}")
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is no JSON ({getattr(error, 'msg', error)}): {fix}") from error
+        raise DataError(f"{where} is not JSON ({getattr(error, 'msg', error)}): {fix}") from error
     if not isinstance(record, dict):
         raise DataError(f"{where} is {_kind(record)}, not a JSON object: {fix}")
     return record

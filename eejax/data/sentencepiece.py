@@ -18,45 +18,51 @@ from eejax.data.tokenizers import (
     MODEL,
     SENTENCEPIECE,
     all_ends,
-    begun,
     cached_property,
-    made_again,
     names_of,
+    rebuild,
     settings_of,
     utf8,
+    with_bos,
     write_json,
 )
 
 _SPACE = "\u2581"  # how pieces write a space
-# normalizer_spec.add_dummy_prefix of a model's message: of a field that is there twice the last one
-# counts, as Protocol Buffers have it.
+# normalizer_spec.add_dummy_prefix of a model's message. If a field occurs twice, the last one
+# counts, as in Protocol Buffers.
 _SPACED, _BARE = b"\x1a\x02\x18\x01", b"\x1a\x02\x18\x00"
 
 
 class SentencePieceTokenizer:
-    """A `.model` file of the `sentencepiece` library (Kudo & Richardson 2018).
+    """Tokenizer of a `.model` file of the `sentencepiece` library (Kudo & Richardson 2018).
 
-    `model` is the file's content. `eos` and `bos` name control pieces; without them they are
-    those the model was trained with, where it has them. With `adds_bos` texts begin with `bos`.
+    Ids are the library's own, so its changes of text apply here too, as the model's training
+    options say: Unicode is normalized (NFKC by default), runs of spaces and line ends become one
+    space, U+2581 becomes a space, and without byte fallback a character outside the vocabulary is
+    lost. A model with the `identity` normalizer, byte fallback and `remove_extra_whitespaces` off
+    gives back every text that has no U+2581.
 
-    Ids are the library's own, so what it does to text happens here too, as the model's training
-    options have it: Unicode is normalized (NFKC by default), runs of spaces and line ends become
-    one space, U+2581 becomes a space, and without byte fallback a character outside the
-    vocabulary is lost. A model with the `identity` normalizer, byte fallback and
-    `remove_extra_whitespaces` off gives back every text that has no U+2581.
-
-    Most models put a space before a text and drop it in decoding. `byte_lengths` counts it,
-    because a piece does not know where it stands: a text decoded from its beginning has one byte
-    less than the sum over its ids, one that goes on after other text exactly the sum.
-
-    `space`: where else than the library a space is put before a text that does not begin with one,
-    as transformers does for the class Llama: "first" before a whole text alone, "always" behind
-    special tokens too, "never". `added`: tokens that were added to the pieces, or are found in a
-    text before it is cut into pieces: arguments of `tokenizers.AddedToken` by id.
+    Most models put a space before a text and drop it in decoding. `byte_lengths` counts it, because
+    a piece does not know its position: a text decoded from its beginning has one byte less than the
+    sum over its ids, one that continues other text exactly the sum.
 
     The special tokens are the control pieces, and added ones that are `special`. Other added
-    tokens, and pieces the model calls user-defined, are text, whole wherever it occurs. The unknown
-    piece has no text.
+    tokens, and pieces that the model calls user-defined, are text, and stay whole wherever they
+    occur. The unknown piece has no text.
+
+    Args:
+      model: content of the file.
+      eos: control piece that ends texts; by default the one the model was trained with, if any.
+      bos: control piece that begins texts; by default as `eos`.
+      adds_bos: whether texts begin with `bos`.
+      ends: further ids that end a text.
+      chat: source of the chat template.
+      special: names of special tokens, as in `Tokenizer`.
+      added: arguments of `tokenizers.AddedToken` by id, for tokens that were added to the pieces,
+        or are found in a text before it is cut into pieces.
+      space: where, unlike in the library, a space is put before a text that does not begin with
+        one, as transformers does for the class Llama: "first" before a whole text only, "always"
+        also after special tokens, "never".
 
     Raises:
       DataError: not a model, or one without a special token called `eos` or `bos`.
@@ -96,11 +102,11 @@ class SentencePieceTokenizer:
         self.special = names_of(self, special)
 
     def __reduce__(self):
-        return made_again, (type(self), self.model, self._settings)
+        return rebuild, (type(self), self.model, self._settings)
 
     @cached_property
     def _bare(self) -> Any:
-        """The model without a space before texts."""
+        """Model without a space before texts."""
         return parse_model(self.model + _BARE)
 
     @property
@@ -132,7 +138,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _has_text(self) -> np.ndarray:
-        """[vocab_size] bool."""
+        """Whether each id has text, [vocab_size] bool."""
         inner, found = self._inner, np.zeros(self.vocab_size, bool)
         for i in range(self._n):
             found[i] = not (inner.is_control(i) or inner.is_unknown(i) or inner.is_unused(i))
@@ -145,7 +151,9 @@ class SentencePieceTokenizer:
             return None if own < 0 else own
         if name not in self.control:
             have = ", ".join(self.control) or "none: train it with control_symbols"
-            raise DataError(f"{field} = {name!r} is no control piece of the model; it has {have}.")
+            raise DataError(
+                f"{field} = {name!r} is not a control piece of the model; it has {have}."
+            )
         return self.control[name]
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
@@ -157,7 +165,7 @@ class SentencePieceTokenizer:
         utf8(text)
         pieces = self._special_tokens(text) if allow_special else [text]
         ids = self._ids(pieces)
-        return begun(self, ids) if begins else ids
+        return with_bos(self, ids) if begins else ids
 
     def encode_marked(self, text: str) -> np.ndarray:
         utf8(text)
@@ -208,7 +216,7 @@ class SentencePieceTokenizer:
             if i is not None and i not in self.added:
                 run.append(i)
                 continue
-            # What goes on behind an added token keeps the space that it begins with.
+            # Text after an added token keeps its leading space.
             text += decode(run) if not text else self._bare.decode(run)
             text += "" if i is None else self.added[i]["content"]
             run = []

@@ -24,7 +24,7 @@ PYTHON_STDLIB = "python-stdlib"
 # into train and validation, and is never held in memory whole.
 DOCUMENT_CHARS = 1 << 18
 
-# Tests and other people's code are not the library's own prose; codec tables are numbers.
+# Tests and bundled code are not the library's own prose; codec tables are numbers.
 _SKIPPED_FOLDERS = frozenset(
     "__pycache__ site-packages dist-packages test tests idle_test encodings lib-dynload "
     "_bundled pydoc_data".split()
@@ -32,7 +32,7 @@ _SKIPPED_FOLDERS = frozenset(
 
 
 class Document(NamedTuple):
-    """A piece of text that belongs together; its name decides the split it falls into."""
+    """Text that belongs together; its name decides its split."""
 
     name: str
     text: str
@@ -40,7 +40,7 @@ class Document(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The texts that a tokenizer is trained on."""
+        """Texts that a tokenizer is trained on."""
         return (self.text,)
 
 
@@ -53,7 +53,7 @@ class FieldDocument(NamedTuple):
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The texts in the fields, without the JSON around them."""
+        """Texts in the fields, without the JSON around them."""
         return records.texts_in(self.text, self.form)
 
 
@@ -61,14 +61,17 @@ class Source(Protocol):
     """Documents in an order that is the same on every pass."""
 
     def documents(self) -> Iterator[Document | FieldDocument]:
-        """Iterate over the documents. Raises `DataError` for what cannot be read."""
+        """Iterate over the documents. Raises `DataError` for text that cannot be read."""
         ...
 
     def describe(self) -> dict[str, Any]:
-        """Return JSON that changes whenever the documents do; packed data is reused while it stays.
+        """Return JSON that changes whenever the documents do; until then packed data is reused.
 
-        Raises `DataError` where the text is not there. A source may also have `settings`, the
-        part of it that needs no look at the text: by it, text that is gone is found as packed.
+        A source may also have `settings`, the part of the description that does not depend on the
+        text: it identifies the packed data of text that is gone.
+
+        Raises:
+          DataError: if the text does not exist.
         """
         ...
 
@@ -146,8 +149,7 @@ class TextFiles:
         }
 
     def _files(self) -> list[tuple[str, str, bool]]:
-        """Return (document name, path, whether it was named without a wildcard) of every file
-        once."""
+        """Return (document name, path, whether it was named without a wildcard) of every file."""
         found: dict[str, tuple[str, str, bool]] = {}
         for pattern in self.patterns:
             pattern = os.path.expanduser(pattern)
@@ -187,7 +189,7 @@ class TextFiles:
             return
         if self.form != TEXT:
             raise DataError(
-                f"{path}: is no file of records, as {self.form}: wants them. Give JSON lines "
+                f"{path}: is not a file of records, which {self.form}: requires. Give JSON lines "
                 "(.jsonl) or Parquet."
             )
         try:
@@ -287,15 +289,15 @@ def source(
 ) -> Source:
     """Return the source that `spec` names, or a sequence of them, in that order.
 
-    `"python-stdlib"`; `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT` (train unless said;
-    CONFIG may be empty) for a data set of the Hugging Face Hub or a local folder in that form;
-    else files by path or glob. `chat:` before files or `hf:` says that records are conversations,
-    `completion:` that they are prompts and completions (`records.fields_of`). `text_field`: where a
-    record has its text (`TextFiles`). Of files that follow one another in the sequence, none is
-    read twice.
+    A source is `"python-stdlib"`; `hf:NAME`, `hf:NAME:CONFIG` or `hf:NAME:CONFIG:SPLIT` (train by
+    default; CONFIG may be empty) for a data set of the Hugging Face Hub or a local folder of that
+    form; or files by path or glob. The prefix `chat:` before files or `hf:` says that records are
+    conversations, `completion:` that they are prompts and completions (`records.fields_of`).
+    `text_field` is the field of a record's text (`TextFiles`). No file of neighbouring entries of
+    the sequence is read twice.
 
     Raises:
-      ConfigError: an empty or misspelt `spec`. What cannot be found is only known in reading.
+      ConfigError: an empty or misspelt `spec`. Missing text is found only in reading.
     """
     # Here, because that module builds on this one.
     from eejax.data import hub
@@ -338,7 +340,7 @@ def is_supervised(described: Any) -> bool:
 def limited(
     documents: Iterator[Document | FieldDocument], max_bytes: int | None
 ) -> Iterator[Document | FieldDocument]:
-    """Yield the first `max_bytes` bytes of text, cut between characters; all of it for None."""
+    """Yield the first `max_bytes` bytes of text, cut between characters; all text for None."""
     left = sys.maxsize if max_bytes is None else max_bytes
     for document in documents:
         data = document.text.encode()
@@ -356,7 +358,7 @@ def limited(
 def cut(file: io.TextIOBase, separator: str | None, limit: int) -> Iterator[str]:
     """Split a text stream at `separator`, and pieces longer than `limit` at line ends.
 
-    Pieces of white space alone are dropped. Holds a few times `limit` characters at most.
+    Pieces of white space alone are dropped. At most a few times `limit` characters are held.
     """
     pending, margin = "", len(separator or "")
     while True:
@@ -411,7 +413,7 @@ def _stdlib_files() -> list[tuple[str, int, Callable[[], str | None]]]:
 
 
 def _stdlib_text(path: str) -> str | None:
-    """Return None for the odd file in another encoding, which users cannot mend."""
+    """Return the text of a file, None for one in another encoding, which users cannot fix."""
     try:
         with open(path, encoding="utf-8", newline="") as file:
             return file.read()

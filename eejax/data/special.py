@@ -21,7 +21,7 @@ class Splitter:
     """
 
     def __init__(self, tokens: Mapping[int, Any]):
-        """tokens: `tokenizers.AddedToken` by id."""
+        """Build the splitter for tokens, `tokenizers.AddedToken` by id."""
         from tokenizers import Tokenizer, models
 
         # The only word stands for all text between the tokens.

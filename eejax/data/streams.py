@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 UNKNOWN = "\ufffd"
-SEEN = 16  # tokens of a prompt that are decoded with what follows, unless they have no text
+CONTEXT_TOKENS = 16  # tokens of a prompt that are decoded with new ids, unless they have no text
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -24,16 +24,16 @@ class TextStream(Protocol):
     """Incremental decoder of ids that never returns half a character."""
 
     def push(self, ids: Sequence[int] | int) -> str:
-        """Return the text that became certain with these ids (often empty)."""
+        """Return the text that these ids complete (often empty)."""
         ...
 
     def flush(self) -> str:
-        """Return the rest at the end, incomplete characters as U+FFFD."""
+        """Return the rest at the end, with incomplete characters as U+FFFD."""
         ...
 
     @property
     def pending_text(self) -> str:
-        """The text that `flush` would return now."""
+        """Text that `flush` would return now."""
         ...
 
 
@@ -42,7 +42,7 @@ def ending(decode: Decode, prompt: Sequence[int]) -> tuple[list[int], str]:
 
     The text is not empty and begins with a whole character, if the prompt has such a suffix.
     """
-    n = SEEN
+    n = CONTEXT_TOKENS
     while True:
         last = [int(i) for i in prompt[-n:]]
         text = decode(last)
@@ -64,10 +64,11 @@ def _after(before: str, text: str) -> str:
 
 
 class PieceStream:
-    """Decoder that returns what new ids add to decode(context), once it ends in no U+FFFD.
+    """Decoder that returns the text that new ids add to decode(context).
 
-    Returned tokens are kept as context because decoders treat the beginning of a text differently:
-    they drop the first space or all of them. The context is the last group of tokens with text.
+    It returns text once it does not end in U+FFFD. Returned tokens are kept as context because
+    decoders treat the beginning of a text differently: they drop the first space or all of them.
+    The context is the last group of tokens with text.
     """
 
     def __init__(self, decode: Decode, prompt: Sequence[int] = ()):

@@ -1,4 +1,4 @@
-"""Records that hold a question and its answer, where training learns the answer alone.
+"""Records that hold a question and its answer, of which only the answer is learned.
 
 The model's own chat template writes a conversation. The assistant's messages are learned, each with
 the token that ends its turn. Of a prompt and its completion, training learns the completion and the

@@ -1,4 +1,4 @@
-"""Text to token ids and back: bytes, a `tokenizer.json`, training a byte-level BPE, loading."""
+"""Tokenizers: bytes, a `tokenizer.json`, and training and loading of them."""
 
 from __future__ import annotations
 
@@ -46,10 +46,11 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer; `eos_id` also ends documents.
 
     Attributes:
-      adds_bos: texts begin with `bos_id`, as those did that a pretrained model was trained on.
+      adds_bos: whether texts begin with `bos_id`, as in a pretrained model's training.
       end_ids: all tokens that end a text, `eos_id` among them.
-      chat: source of the chat template, where the model has one.
-      special: names of special tokens by what templates call them: "bos_token", "pad_token", ...
+      chat: source of the chat template, if the model has one.
+      special: names of special tokens by their variables in templates: "bos_token", "pad_token",
+        ...
       control: ids of the special tokens by their names, which users' text cannot contain.
     """
 
@@ -81,18 +82,17 @@ class Tokenizer(Protocol):
 
     @property
     def byte_lengths(self) -> np.ndarray:
-        """[vocab_size] int64: UTF-8 bytes of text that each id stands for, in running text.
+        """UTF-8 bytes of text, [vocab_size] int64, that each id stands for in running text.
 
-        The bytes of the text that decoding gives: of an id that is part of a character its own
-        share, of a leading-space piece the space too, of special tokens and unused ids 0.
-        Summed over the labels that were scored, it turns nats per token into bits per byte
-        (nats / ln 2 / bytes): what special tokens cost is paid for, and what their text is
-        called is not counted.
+        They are the bytes of the decoded text: for an id that is part of a character its own share,
+        for a leading-space piece the space too, for special tokens and unused ids 0. Their sum over
+        the scored labels turns nats per token into bits per byte (nats / ln 2 / bytes): the cost of
+        special tokens counts, their names do not.
         """
         ...
 
     def token_bytes(self, token: int) -> bytes:
-        """Return what an id stands for in running text, as `byte_lengths` counts it."""
+        """Return the bytes of an id in running text, as `byte_lengths` counts them."""
         ...
 
     def encode(self, text: str, *, allow_special: bool = False, begins: bool = True) -> np.ndarray:
@@ -105,16 +105,18 @@ class Tokenizer(Protocol):
         ...
 
     def encode_marked(self, text: str) -> np.ndarray:
-        """int32 ids [t] of what a chat template wrote: names of special tokens are these tokens,
-        but for those that `special.Shield` marked."""
+        """Encode the text of a chat template as int32 ids [t].
+
+        Names of special tokens become these tokens, except names that `special.Shield` marked.
+        """
         ...
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Text of the ids; special tokens and ids outside the vocabulary have none."""
+        """Return the text of the ids; special tokens and ids outside the vocabulary have none."""
         ...
 
     def stream(self, prompt: Sequence[int] = ()) -> TextStream:
-        """Return a stream that decodes ids as they arrive, as text behind that of `prompt`."""
+        """Return a stream that decodes ids as they arrive, as text that continues `prompt`."""
         ...
 
     def save(self, path: str | os.PathLike) -> None:
@@ -123,8 +125,10 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255, and one id for the end of a document: 256, or a byte that text
-    does not have."""
+    """Tokenizer whose ids 0..255 are UTF-8 bytes.
+
+    One more id ends documents: 256, or a byte that does not occur in text.
+    """
 
     vocab_size = 257
     eos_id = 256
@@ -139,7 +143,7 @@ class ByteTokenizer:
         require(0 <= eos_id <= 256, "eos_id", eos_id, "must be a byte, or 256")
         if chat is not None:
             self.chat = chat
-        if eos_id != 256:  # else a subclass's own stay
+        if eos_id != 256:  # otherwise keep a subclass's attributes
             self.eos_id, self.vocab_size = eos_id, 256
             self.fingerprint = f"bytes-256-{eos_id}"
 
@@ -177,13 +181,19 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A `tokenizer.json` of the Hugging Face `tokenizers` library.
+    """Tokenizer of a `tokenizer.json` of the Hugging Face `tokenizers` library.
 
-    `eos` and `bos` name special tokens of the vocabulary. `adds_bos`: whether texts begin with
-    `bos`; by default where the file's own template puts it there. Nothing else is added to the text
-    and nothing truncated or padded, whatever the file's own settings say. `ends`: ids that end a
-    text besides `eos`. `chat`: the source of a chat template. `special`: as `Tokenizer`'s, where
-    there are more than `eos` and `bos`.
+    Nothing but `bos` is added to the text and nothing is truncated or padded, whatever the file's
+    own settings say.
+
+    Args:
+      definition: content of the file.
+      eos: name of the special token that ends texts.
+      bos: name of the special token that begins texts.
+      adds_bos: whether texts begin with `bos`; by default if the file's own template puts it there.
+      ends: ids that end a text besides `eos`.
+      chat: the source of a chat template.
+      special: names as in `Tokenizer`, if there are more than `eos` and `bos`.
 
     Raises:
       DataError: the definition is not valid, or has no token called `eos` or `bos`.
@@ -217,11 +227,11 @@ class JsonTokenizer:
 
     def __reduce__(self):
         # The library's object loses settings when it is pickled.
-        return made_again, (type(self), self.definition, settings_of(self))
+        return rebuild, (type(self), self.definition, settings_of(self))
 
     @cached_property
     def fingerprint(self) -> str:
-        # Of the file's content, which the library's version does not change.
+        # A hash of the file's content, which does not depend on the library's version.
         named = [self.eos, self.bos, *(["begins"] if self.adds_bos else [])]
         content = json.dumps([json.loads(self.definition), *named], sort_keys=True)
         return "json-" + hashlib.sha256(content.encode()).hexdigest()[:16]
@@ -236,7 +246,7 @@ class JsonTokenizer:
         piece = self._plain.id_to_token(token)
         if piece is None:
             return b""
-        # Part of a character alone decodes to U+FFFD, which says nothing.
+        # Part of a character alone decodes to U+FFFD, which does not identify its bytes.
         if "ByteLevel" in self._decoders:  # one letter of its alphabet for each byte
             if LETTERS.keys() >= set(piece):
                 return bytes(LETTERS[c] for c in piece)
@@ -248,7 +258,7 @@ class JsonTokenizer:
 
     @cached_property
     def _added(self) -> dict[int, Any]:
-        """Special tokens, as the library has them."""
+        """Special tokens, in the library's form."""
         return {i: t for i, t in self._plain.get_added_tokens_decoder().items() if t.special}
 
     @cached_property
@@ -276,11 +286,11 @@ class JsonTokenizer:
         utf8(text)
         inner = self._with_special if allow_special else self._plain
         ids = np.asarray(inner.encode(text, add_special_tokens=False).ids, np.int32)
-        return begun(self, ids) if begins else ids
+        return with_bos(self, ids) if begins else ids
 
     @cached_property
     def _marked(self) -> tuple[Splitter, Any, int]:
-        """Return what finds special tokens, and a tokenizer for the text between them.
+        """Return the splitter at special tokens, and a tokenizer for the text between them.
 
         In that tokenizer, MARK is a token that stands for any special token.
         """
@@ -318,18 +328,18 @@ class JsonTokenizer:
 
 
 def all_ends(eos_id: int | None, others: Sequence[int]) -> tuple[int, ...]:
-    """Every token that ends a text, once."""
+    """Return every token that ends a text, once."""
     return tuple(dict.fromkeys([*([] if eos_id is None else [eos_id]), *others]))
 
 
 def names_of(tokenizer: Any, special: Mapping[str, str] | None) -> dict[str, str]:
-    """`Tokenizer.special`, with the tokens that begin and end texts."""
+    """Return `Tokenizer.special` with the tokens that begin and end texts."""
     own = {"bos_token": tokenizer.bos, "eos_token": tokenizer.eos}
     return {**(special or {}), **{k: v for k, v in own.items() if v is not None}}
 
 
 def settings_of(tokenizer: Any) -> dict[str, Any]:
-    """The arguments beside the vocabulary, which a folder written by `save` keeps."""
+    """Return the arguments beside the vocabulary, which a folder written by `save` keeps."""
     return {
         "eos": tokenizer.eos,
         "bos": tokenizer.bos,
@@ -340,13 +350,13 @@ def settings_of(tokenizer: Any) -> dict[str, Any]:
     }
 
 
-def made_again(kind: type, definition: Any, settings: Mapping[str, Any]) -> Any:
-    """The tokenizer of a definition and settings, in another process."""
+def rebuild(kind: type, definition: Any, settings: Mapping[str, Any]) -> Any:
+    """Rebuild the tokenizer of a definition and settings, in another process."""
     return kind(definition, **settings)
 
 
-def begun(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
-    """ids [t] with the token before them with which the tokenizer's texts begin."""
+def with_bos(tokenizer: Tokenizer, ids: np.ndarray) -> np.ndarray:
+    """Return ids [t] after the token with which the tokenizer's texts begin."""
     first = tokenizer.bos_id
     if not tokenizer.adds_bos or first is None or ids[:1].tolist() == [first]:
         return ids
@@ -439,7 +449,7 @@ def utf8(text: str) -> bytes:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise DataError(
-            f"the text has a lone surrogate at character {error.start}, which is no Unicode "
+            f"the text has a lone surrogate at character {error.start}, which is not Unicode "
             "text: decode its source with the right encoding."
         ) from error
 

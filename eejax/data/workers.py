@@ -1,4 +1,4 @@
-"""Documents to token ids in several processes, in the documents' own order.
+"""Tokenization of documents in several processes, in the documents' own order.
 
 The processes run this module and nothing of the caller's: not its main module, which may have no
 guard against being imported again, nor JAX, which only one process may use on some devices. They
@@ -62,7 +62,7 @@ class Encoding(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """A chunk as it is written."""
+    """A chunk in the form that is written."""
 
     tokens: bytes
     records: bytes  # of RECORD
@@ -71,7 +71,7 @@ class Encoded(NamedTuple):
 
 
 def encode(tokenizer: Tokenizer, encoding: Encoding, chunk: Chunk) -> Encoded:
-    """Each document's ids and the end token, and what else is kept of it."""
+    """Encode each document, with the end token, and collect its record and name."""
     dtype, pieces = np.dtype(encoding.dtype), []
     records = np.empty(len(chunk.documents), RECORD)
     for i, document in enumerate(chunk.documents):
@@ -84,7 +84,10 @@ def encode(tokenizer: Tokenizer, encoding: Encoding, chunk: Chunk) -> Encoded:
 
 
 def _ids(tokenizer: Tokenizer, document: Document | FieldDocument) -> np.ndarray:
-    """[t] uint32: a document's ids and the end token, with `UNCOUNTED` where none is predicted."""
+    """Return a document's ids and the end token, [t] uint32.
+
+    Ids that are not to be predicted have the bit `UNCOUNTED`.
+    """
     if isinstance(document, Document):
         return np.append(tokenizer.encode(document.text), require_end(tokenizer)).astype(np.uint32)
     # Here, because templates need Jinja.
@@ -97,10 +100,12 @@ def _ids(tokenizer: Tokenizer, document: Document | FieldDocument) -> np.ndarray
 def encoded(
     chunks: Iterable[Chunk], tokenizer: Tokenizer, encoding: Encoding, workers: int, folder: str
 ) -> Generator[Encoded, None, None]:
-    """The chunks, encoded, in their order; at most 2 * `workers` are held at a time.
+    """Yield the encoded chunks in their order; at most 2 * `workers` of them are held.
 
-    folder: where the tokenizer is saved. With one worker the work is done here. Raises `DataError`
-    for text that cannot be encoded, or a worker that died.
+    The tokenizer is saved in `folder`. With one worker this process does the work.
+
+    Raises:
+      DataError: for text that cannot be encoded, or a worker that died.
     """
     if workers == 1:
         yield from (encode(tokenizer, encoding, chunk) for chunk in chunks)
@@ -119,7 +124,7 @@ def encoded(
 
 
 class _Pool:
-    """A thread for each worker waits for it; a worker is started when there is a chunk for it."""
+    """Pool of worker processes with one thread for each; workers start when chunks need them."""
 
     def __init__(self, workers: int, encoding: Encoding, folder: str):
         self._setup = (folder, encoding)
@@ -146,7 +151,7 @@ class _Pool:
 
     def close(self) -> None:
         for worker in list(self._workers):
-            worker.process.kill()  # its thread waits no longer
+            worker.process.kill()  # releases its thread
         self._threads.shutdown(wait=True, cancel_futures=True)
         for worker in self._workers:
             worker.close()
@@ -154,7 +159,7 @@ class _Pool:
 
 class _Worker:
     def __init__(self) -> None:
-        # One thread each: there are as many of them as the user wants to be busy.
+        # One thread each: the user sets the number of busy cores by the number of workers.
         alone = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"}
         replies, theirs = os.pipe()
         self._replies = open(replies, "rb")  # noqa: SIM115
@@ -191,9 +196,9 @@ class _Worker:
         except subprocess.TimeoutExpired:
             status = "unknown"  # alive, and still not answering
         return DataError(
-            f"a worker process ended with status {status} while tokenizing: it said why above or "
-            "was killed, as for want of memory. Start again, with fewer workers if memory is "
-            "short; what was done is kept."
+            f"a worker process ended with status {status} while tokenizing: its error is above, or "
+            "it was killed, as for lack of memory. Start again, with fewer workers if memory is "
+            "short; finished work is kept."
         )
 
     def close(self) -> None:
@@ -202,12 +207,12 @@ class _Worker:
         for pipe in (self._chunks, self._replies):
             try:
                 pipe.close()
-            except OSError:  # what it held back has no reader
+            except OSError:  # its buffered output has no reader
                 pass
 
 
 def main(replies: int) -> None:
-    """A worker: chunks come by standard input, what became of them goes to the pipe `replies`."""
+    """Run a worker: chunks come from standard input, results go to the pipe `replies`."""
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to all of a job
         signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, os.fdopen(replies, "wb")
@@ -233,7 +238,7 @@ def _tokenizer(folder: str, encoding: Encoding) -> Tokenizer:
     tokenizer = load_tokenizer(folder)
     if tokenizer.fingerprint != encoding.tokenizer:
         raise DataError(
-            f"the tokenizer {encoding.tokenizer} is another one, {tokenizer.fingerprint}, once it "
-            "is saved and loaded, so it cannot be given to other processes: use workers = 1."
+            f"the tokenizer {encoding.tokenizer} changes to {tokenizer.fingerprint} when it is "
+            "saved and loaded, so it cannot be passed to other processes: use workers = 1."
         )
     return tokenizer

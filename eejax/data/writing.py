@@ -44,7 +44,7 @@ _BLOCK = 1 << 16  # records at a time when finishing
 
 @dataclasses.dataclass(frozen=True)
 class PackCommit:
-    """State that is safely on disk. `digest`: of all `documents`, names and text."""
+    """State that is safely on disk; `digest` is that of the names and texts of all `documents`."""
 
     documents: int = 0
     tokens: int = 0
@@ -57,9 +57,10 @@ class PackCommit:
 
 @contextlib.contextmanager
 def hold(folder: str, finished: Callable[[], bool]) -> Iterator[PackingFolder | None]:
-    """The working folder, for this process alone; None where `finished` once it would be ours.
+    """Hold the working folder for this process alone; yield None if `finished` by then.
 
-    Waits for a process that has it. What was committed stays when this is left by an error.
+    It waits for another process that holds the folder. Commits stay when the block is left by an
+    error.
     """
     with _wait(folder):
         if finished():
@@ -126,14 +127,14 @@ class PackingFolder:
         self._due = now + COMMIT_SHARE * (now - begin)
 
     def begin_anew(self) -> None:
-        """Forget all documents; a folder left like this is removed."""
+        """Forget all documents; a folder that stays so is removed."""
         self.close()
         with naming(self.folder), contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(_COMMIT))
         self._open(PackCommit())
 
     def records(self) -> Iterator[np.ndarray]:
-        """Yield RECORD of all committed documents, some at a time."""
+        """Yield RECORD of all committed documents, in blocks."""
         return self._records(self.state.documents)
 
     def _records(self, n: int) -> Iterator[np.ndarray]:
@@ -142,9 +143,9 @@ class PackingFolder:
                 yield np.fromfile(file, RECORD, min(_BLOCK, n - start))
 
     def save(self, name: str, dtype: str, count: int, blocks: Iterable[np.ndarray]) -> None:
-        """Write packed/`name` as `np.save` would an array [count] of these blocks.
+        """Write packed/`name` as `np.save` would write an array [count] of these blocks.
 
-        It is not written through a memory map, in which a full disk is a signal that kills.
+        It is not written through a memory map, where a full disk ends the process by a signal.
         """
         path = os.path.join(self.packed, name)
         with naming(path), open(path, "wb") as file:
@@ -154,7 +155,7 @@ class PackingFolder:
                 file.write(block.astype(dtype).tobytes())
 
     def finish(self, path: str) -> None:
-        """Give the data set, all of whose files are written, its name."""
+        """Give the data set its name, once all of its files are written."""
         self.close()
         with naming(path):
             for folder, _, files in os.walk(self.packed):
@@ -181,7 +182,7 @@ class PackingFolder:
             for name in PackCommit().files:
                 size, crc = state.files[name]
                 if _checksum(self.path(name), size) != crc:
-                    raise ValueError(f"{name} is not as it was written")
+                    raise ValueError(f"{name} was changed after it was written")
             sums = np.zeros(3, np.int64)
             for block in self._records(state.documents):
                 sums += len(block), block["tokens"].sum(), block["bytes"].sum()
@@ -202,7 +203,7 @@ class PackingFolder:
 
 
 class GrowingFile:
-    """A file that is written on from `size` bytes, whose checksum so far is `crc`."""
+    """File that is extended from `size` bytes, whose checksum so far is `crc`."""
 
     def __init__(self, path: str, size: int, crc: int):
         self._path, self.size, self.crc = path, size, crc
@@ -221,7 +222,7 @@ class GrowingFile:
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what was not synced does not count
+        with contextlib.suppress(OSError):  # unsynced data does not count
             self._file.close()
 
 
@@ -233,14 +234,12 @@ def naming(path: str) -> Iterator[None]:
     except OSError as error:
         raise DataError(
             f"packed data cannot be written to {path}: {error.strerror or error}. Free some space "
-            "or choose another folder; what was done before is kept, and the same call goes on "
-            "from there."
+            "or choose another folder; finished work is kept, and the same call resumes."
         ) from error
 
 
 def remove_stale(root: str) -> None:
-    """Remove working folders under `root` whose data set is finished, or that were left a day
-    ago."""
+    """Remove working folders under `root` that are finished or a day old."""
     for entry in os.scandir(root):
         if entry.name.startswith(_REMOVED):  # by a process that was killed over it
             shutil.rmtree(entry.path, ignore_errors=True)
@@ -263,7 +262,7 @@ def _wait(folder: str) -> contextlib.AbstractContextManager[FileLock]:
                 return lock.acquire(seconds, poll_interval=_POLL_SECONDS)
             except Timeout:
                 logging.warning("another process is packing the same text in %s: waiting", folder)
-                seconds = -1.0  # for ever
+                seconds = -1.0  # without a limit
 
 
 def _lock(folder: str) -> FileLock:

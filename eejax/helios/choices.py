@@ -76,7 +76,7 @@ class ControllerOptions:
         if self.interval != AUTO:
             require(not isinstance(self.interval, str), "interval", self.interval, REASSESS)
             require_count("interval", self.interval)
-        require_count("breaches", self.breaches, least=0)
+        require_count("breaches", self.breaches, minimum=0)
         require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
         require(self.gain >= 0, "gain", self.gain, "must be at least 0")
         require(self.budget > 0, "budget", self.budget, "must be more than 0")

@@ -174,7 +174,7 @@ def token_work(
     Raises:
       ConfigError: for an unknown exit, a batch below 1, or a negative number of positions.
     """
-    require_count("exit", exit, least=0)
+    require_count("exit", exit, minimum=0)
     most = config.n_exits
     require(exit <= most, "exit", exit, f"must be in 0..{most}, the exits of this model")
     require_count("batch", batch)

@@ -81,7 +81,7 @@ def check_score(score: BenchmarkScore) -> None:
         good = isinstance(text, str) and text != ""
         good = good and text.encode(errors="ignore").decode() == text  # no lone surrogate
         require(good, name, text, "must be a text")
-    require_count("layers", score.layers, least=0)
+    require_count("layers", score.layers, minimum=0)
     require(score.layers < 2**31, "layers", score.layers, "must be less than 2**31")
     metric, value = score.metric, score.value
     known = metric in SCORES or metric in PERPLEXITIES

@@ -80,7 +80,7 @@ def _check_evaluation(row: list[Any], exits: dict[str, int]) -> None:
     _check_text("counted", counted)
     for name, value in (("depth", depth), ("prompts", prompts), ("tokens", tokens)):
         require_count(name, value)
-    require_count("strictness", strictness, least=0)
+    require_count("strictness", strictness, minimum=0)
     require(strictness <= STRICTEST, "strictness", strictness, f"must be at most {STRICTEST}")
     counts = json.loads(text)
     good = isinstance(counts, list) and all(type(n) is int and n >= 0 for n in counts)

@@ -184,7 +184,7 @@ class EngineSizes:
     def __post_init__(self):
         for name in ("slots", "cap", "chunk", "span", "prompt_span"):
             require_count(name, getattr(self, name))
-        require_count("drafts", self.drafts, least=0)
+        require_count("drafts", self.drafts, minimum=0)
         reaches = len(self.buckets) > 0 and self.buckets[-1] >= self.cap
         allowed = f"must reach the cap, {self.cap}, at least"
         require(reaches, "buckets", self.buckets, allowed)

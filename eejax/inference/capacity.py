@@ -96,7 +96,7 @@ def slots(
     fix = "Or give `max_slots`, too."
     require(ends or endless, "budget", budget, "must be a number of bytes", fix)
     if max_slots is not None:
-        require_count("max_slots", max_slots, least=0)
+        require_count("max_slots", max_slots, minimum=0)
     each = request_bytes(config, options, depth, context)
     room = budget - weight_bytes(config, depth)
     fits = [] if max_slots is None else [max_slots]

@@ -87,7 +87,7 @@ class EngineOptions:
         if self.chunk is not None:
             require_count("chunk", self.chunk)
         if self.drafts is not None:
-            require_count("drafts", self.drafts, least=1 if self.engine == "speculative" else 0)
+            require_count("drafts", self.drafts, minimum=1 if self.engine == "speculative" else 0)
         if self.num_segments is not None:
             require_count("num_segments", self.num_segments)
         require_one_of("propagate", self.propagate, PROPAGATIONS)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 
-from eejax.data.streams import SEEN, Decode, PieceStream, ending, text_behind
+from eejax.data.streams import CONTEXT_TOKENS, Decode, PieceStream, ending, text_behind
 from eejax.inference.request import FinishReason
 from eejax.inference.state import DecodeRecord
 from eejax.models.config import ModelConfig
@@ -263,7 +263,7 @@ def string_end(
     """
 
     def text(begin: int, end: int) -> str:
-        return text_behind(decode_text, [*context, *ids[:begin]][-SEEN:], ids[begin:end])
+        return text_behind(decode_text, [*context, *ids[:begin]][-CONTEXT_TOKENS:], ids[begin:end])
 
     def found(begin, end):
         return any(s in text(begin, end) for s in strings)

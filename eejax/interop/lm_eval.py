@@ -30,7 +30,7 @@ from eejax.checkpoint.language_model import load
 from eejax.common.errors import ConfigError, require, require_count, require_given
 from eejax.data import text_behind
 from eejax.data.tokenizer_files import TemplateSource
-from eejax.data.tokenizers import begun
+from eejax.data.tokenizers import with_bos
 from eejax.inference import ExitPolicy, Generator
 from eejax.inference.policy import ExitRules
 from eejax.inference.state import power_of_two
@@ -186,7 +186,7 @@ class EarlyExitLM(TemplateLM):
         begins, tokenizer = add_special_tokens is not False, self.model.tokenizer
         if self._templated:
             ids = tokenizer.encode_marked(string)
-            return (begun(tokenizer, ids) if begins else ids).tolist()
+            return (with_bos(tokenizer, ids) if begins else ids).tolist()
         special = self._allow_special
         return tokenizer.encode(string, allow_special=special, begins=begins).tolist()
 

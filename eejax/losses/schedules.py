@@ -1,9 +1,9 @@
 """Weights of the early exits' losses over training (EE-LLM, Appendix C.1).
 
-A schedule maps a step, traced or not, to the weights [e] of the early exits, the final exit
+A schedule maps a step, traced or not, to the weights [e] of the early exits. The final exit is
 excluded: its weight is always 1. With `initial` below `final` a schedule is the paper's warm-up
-(the backbone settles first, the exits learn later), with `initial` above `final` its cool-down
-(deep supervision early, then all attention to the final exit).
+(the backbone learns first, the exits later). With `initial` above `final` it is the paper's
+cool-down (deep supervision first, then only the final exit).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CURRICULA: tuple[Curriculum, ...] = get_args(Curriculum)
 
 
 def constant(weights: Sequence[float]) -> Schedule:
-    """The same weights [e] at every step."""
+    """Return a schedule with the same weights [e] at every step."""
     fixed = _weights("weights", weights)
     return lambda step: jnp.asarray(fixed)
 
@@ -53,10 +53,11 @@ def schedule(
     steps: int = 1,
     begin: int = 0,
 ) -> Schedule:
-    """The schedule a configuration names: "constant" (`final` alone), "linear" or "cosine".
+    """Return the schedule of a configuration: "constant" (`final` alone), "linear" or "cosine".
 
-    Raises `ConfigError` for an unknown kind, weights that are negative or not finite, other than
-    as many initial as final ones, or fewer than 1 step.
+    Raises:
+      ConfigError: for an unknown kind, weights that are negative or not finite, different numbers
+        of initial and final weights, or fewer than 1 step.
     """
     require_one_of("kind", kind, KINDS)
     if kind == "constant":
@@ -67,15 +68,16 @@ def schedule(
 
 
 def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None) -> Schedule:
-    """Which of n early exits have a loss at a step, as [n] float32 of 0 and 1 (LayerSkip,
-    Elhoushi et al. 2024, section 4.1).
+    """Return which of n early exits have a loss at a step, as [n] float32 of 0 and 1.
 
-    "none": all of them. "rotating": every `rotation`-th (default n: one at a time), the next one
-    at the next step. "gradual": first none, then one more every steps / (2 (n + 1)) steps, the
-    deepest first, so that all have one in the second half of the run. The final exit, which is
-    not among the n, always has one.
+    The curricula are those of LayerSkip (Elhoushi et al. 2024, section 4.1). "none": all exits have
+    one. "rotating": every `rotation`-th exit (default n: one at a time), the next one at the next
+    step. "gradual": no exit at first, then one more every steps / (2 (n + 1)) steps, the deepest
+    first, so that all have a loss in the second half of the run. The final exit, which is not among
+    the n, always has one.
 
-    Raises `ConfigError` for an unknown kind, or a rotation that is not in 1..n.
+    Raises:
+      ConfigError: for an unknown kind, or a rotation that is not in 1..n.
     """
     require_one_of("curriculum", kind, CURRICULA)
     numbers = np.arange(n)

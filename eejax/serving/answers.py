@@ -1,4 +1,4 @@
-"""Requests in OpenAI's form: engine requests, and the deltas of their answers."""
+"""Engine requests for requests in OpenAI's form, and the deltas of their answers."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ FIELDS = dict(
     threshold="thresholds",
     min_exit_layer="min_layers",
 )
-"""What settings are called in requests, where that is another name."""
+"""Names of settings in requests, where they differ."""
 
 LEAVING = ("engine", "gate", "thresholds", "exits", "min_layers")
-"""Fields that say how tokens leave."""
+"""Fields of exit rules."""
 
 
 class ExitDefaults(NamedTuple):
-    """Exit rules where a request gives none."""
+    """Exit rules of requests that give none."""
 
     thresholds: float | tuple[float, ...] = 1.0
     gate: str = "max_probability"
@@ -48,11 +48,12 @@ class ExitDefaults(NamedTuple):
 
 
 class ChoiceDelta(NamedTuple):
-    """More text of a choice.
+    """New text of a choice.
 
     Attributes:
       choice: number of the choice.
-      tokens: tokens that the text begins to show.
+      text: the new text.
+      tokens: tokens that begin in the text.
       finish: why the choice ended, None while it goes on.
       num_tokens: tokens generated so far.
     """
@@ -75,7 +76,8 @@ def engine_requests(
 ) -> list[EngineRequest]:
     """Return an engine request for each of the n choices; none where nothing is to be generated.
 
-    Raises ConfigError, which names the request's field.
+    Raises:
+      ConfigError: for a field that cannot be as it is; it names the request's field.
     """
     config, tokenizer = ready.config, ready.tokenizer
     room = ready.context - len(prompt)
@@ -145,7 +147,8 @@ def exit_policy(
 ) -> ExitPolicy | None:
     """Return a request's exit rules, None where the server chooses.
 
-    Raises ConfigError, in which `engine_requests` renames the fields.
+    Raises:
+      ConfigError: for rules that cannot be; `engine_requests` renames the field in it.
     """
     if ready.chooses:
         for name in LEAVING:
@@ -158,7 +161,7 @@ def exit_policy(
     threshold = defaults.thresholds if body.thresholds is None else body.thresholds
     if body.engine == "full":
         given = [n for n in ("thresholds", "exits", "gate") if getattr(body, n) is not None]
-        require(not given, "engine", "full", f"leaves no choice of {' and '.join(given)}")
+        require(not given, "engine", "full", f"excludes {' and '.join(given)}")
         threshold = 1.0
     if isinstance(threshold, list):
         n = ready.config.n_exits
@@ -176,7 +179,7 @@ def exit_policy(
 
 
 def rename_field(error: ConfigError) -> ConfigError:
-    """Return the error with the name that a request has for the setting."""
+    """Return the error with the request's name of the setting."""
     field, *rest = str(error).split(" ", 1)
     return ConfigError(" ".join([FIELDS.get(field, field), *rest]))
 
@@ -191,8 +194,8 @@ async def choice_deltas(
 ) -> AsyncGenerator[ChoiceDelta, None]:
     """Yield a choice's deltas, the last of which has a `finish`.
 
-    The request is ended where it is abandoned, or where a stop string came. Raises as
-    `Service.stream`.
+    The request is aborted when the iterator is closed or a stop string came. Raises as
+    `Service.stream` does.
     """
     tokenizer = service.require_ready().tokenizer
     revealed = StreamingDetokenizer(tokenizer, stop_strings, request.prompt)
@@ -203,7 +206,7 @@ async def choice_deltas(
             async for output in outputs:
                 tokens += output.tokens
                 watched.tokens(output.tokens)
-                # A token that ends a text is none of it, whatever it would be written as.
+                # A token that ends a text is not part of it, whatever its text is.
                 shown = revealed.push([t.id for t in output.tokens if t.id not in ends])
                 text = shown.text
                 if shown.stopped:
@@ -215,7 +218,7 @@ async def choice_deltas(
                     finish = FinishReason.STOP if shown.stopped else finish
                 done = shown.stopped or bool(output.finish)
                 upto = len(tokens) if output.finish and not shown.stopped else shown.tokens
-                # What came behind a stop string in the same output is none of the answer.
+                # Tokens after a stop string in the same output are not part of the answer.
                 count = revealed.num_tokens if shown.stopped else len(tokens)
                 if text or upto > num_shown or done:
                     new, end = tuple(tokens[num_shown:upto]), finish if done else None
@@ -231,7 +234,7 @@ async def choice_deltas(
 
 
 async def merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Items of several streams as they come. The first error of one ends all of them."""
+    """Yield the items of several streams as they come; the first error of one ends all of them."""
     if len(streams) == 1:
         async with contextlib.aclosing(streams[0]) as only:
             async for item in only:

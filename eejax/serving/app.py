@@ -55,11 +55,11 @@ def app(
 
     @api.exception_handler(ClientDisconnected)
     async def left(_: Request, error: ClientDisconnected) -> Response:
-        return Response(status_code=499)  # as nginx has it; nobody sees it
+        return Response(status_code=499)  # nginx's code for a closed connection, for the log
 
     @api.exception_handler(HTTPException)
     async def refused(_: Request, error: HTTPException) -> Response:
-        if error.status_code == 413:  # of the middleware that counts bodies
+        if error.status_code == 413:  # from the middleware that counts bodies
             return body_too_large(options.body).response
         message = str(error.detail)
         if message == "There was an error parsing the body":
@@ -73,5 +73,5 @@ def app(
         return validation_error(error.errors()).response
 
     api.add_middleware(RequestBodyLimitMiddleware, max_body_size=options.body)
-    api.add_middleware(RequestGuard, server=server)  # the last one added is the first asked
+    api.add_middleware(RequestGuard, server=server)  # the last one added runs first
     return api

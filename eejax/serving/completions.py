@@ -1,4 +1,4 @@
-"""Responses in OpenAI's form: what a request asks of the engine, and how its deltas are written."""
+"""Responses in OpenAI's form: from a request's body to engine requests, and from deltas to JSON."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ def encode(
 ) -> list[int]:
     """Return the ids of a text, or of one that a chat template wrote (`marked`).
 
-    Raises APIError for a text that is longer than any context full of tokens, if it is `limited`.
+    Raises:
+      APIError: for a text that is longer than any context full of tokens, if it is `limited`.
     """
     longest = int(ready.tokenizer.byte_lengths.max())
     try:
         size = len(utf8(text))
-        # To find out how many tokens those are would take long.
+        # Counting the tokens of such a text would take long.
         if limited and size > (ready.context + 1) * longest:
             message = (
                 f"prompt = {size} bytes: must have at most {ready.context} tokens, the context,"
@@ -73,8 +74,8 @@ class ResponseBuilder(abc.ABC):
         self.counts: dict[int, int] = {}
 
     async def prepare(self) -> None:
-        """Checks what is asked. Raises for what cannot be answered."""
-        self.prompts = await asyncio.to_thread(self.encoded)  # which takes long for long texts
+        """Check the request and encode its prompts. Raises if it cannot be answered."""
+        self.prompts = await asyncio.to_thread(self.encoded)  # takes long for long texts
         self.requests = self.server.engine_requests(
             self.response_id, self.body, self.prompts, self.limit, self.top_logprobs
         )
@@ -82,7 +83,7 @@ class ResponseBuilder(abc.ABC):
     @property
     @abc.abstractmethod
     def limit(self) -> int | None:
-        """Most tokens of a choice; None: as many as fit."""
+        """Maximum number of tokens of a choice; None for as many as fit."""
 
     @property
     @abc.abstractmethod
@@ -95,7 +96,7 @@ class ResponseBuilder(abc.ABC):
 
     @abc.abstractmethod
     async def whole(self) -> dict:
-        """The answer at once."""
+        """Return the whole answer."""
 
     def pieces(self) -> AsyncGenerator[ChoiceDelta, None]:
         """Yield the deltas of all choices as they come."""
@@ -122,7 +123,7 @@ class ResponseBuilder(abc.ABC):
         return [self.part(piece)]
 
     async def gathered(self) -> list[tuple[str, list[Token], FinishReason]]:
-        """(text, tokens, finish) of every choice."""
+        """Collect (text, tokens, finish) of every choice."""
         found: dict[int, tuple[str, list[Token]]] = {}
         ends: dict[int, FinishReason] = {}
         async with contextlib.aclosing(self.pieces()) as pieces:
@@ -136,7 +137,7 @@ class ResponseBuilder(abc.ABC):
 
     @property
     def special(self) -> dict[str, bool]:
-        """Encoding of clients' text."""
+        """Arguments for the encoding of clients' text."""
         return dict(allow_special=self.server.options.allow_special)
 
     def exits(self, tokens: Sequence[Token]) -> dict:
@@ -150,7 +151,7 @@ class ResponseBuilder(abc.ABC):
         return dict(exits=exits)
 
     def text_of(self, token: int) -> str:
-        """Return a token's text; a part of a character as its bytes, as OpenAI writes them."""
+        """Return a token's text; for a part of a character its bytes, as OpenAI writes them."""
         data = self.ready.tokenizer.token_bytes(token)
         try:
             return data.decode()
@@ -167,8 +168,8 @@ class CompletionResponse(ResponseBuilder):
     def __init__(self, server: ModelServer, body: form.CompletionRequest):
         super().__init__(server, body)
         self.scores: list[TextScores | None] = []
-        self.begun: set[int] = set()  # choices of which something was told
-        self.offsets: dict[int, TokenOffsets] = {}  # of choices
+        self.begun: set[int] = set()  # choices that have sent text
+        self.offsets: dict[int, TokenOffsets] = {}  # by choice
 
     @property
     def limit(self) -> int | None:
@@ -194,20 +195,20 @@ class CompletionResponse(ResponseBuilder):
 
     async def prepare(self) -> None:
         if self.body.max_tokens == 0 and not self.body.echo:
-            raise APIError(400, "max_tokens = 0: goes with echo = true alone.", param="max_tokens")
+            raise APIError(400, "max_tokens = 0: requires echo = true.", param="max_tokens")
         if self.ready.chooses and self.scores_prompts:
-            message = f"echo = true: goes without logprobs here, as {CHOOSES}."
+            message = f"echo = true: excludes logprobs here, as {CHOOSES}."
             raise APIError(400, message, param="echo")
         await super().prepare()
         self.scores = [await self._scored(i) for i in range(len(self.prompts))]
 
     @property
     def scores_prompts(self) -> bool:
-        """Prompts are repeated with their log-probabilities."""
+        """Whether prompts are repeated with their log-probabilities."""
         return bool(self.body.echo) and self.body.logprobs is not None
 
     async def _scored(self, number: int) -> TextScores | None:
-        """Score a prompt, where it is to be repeated with log-probabilities."""
+        """Score a prompt if it is to be repeated with log-probabilities."""
         prompt, id_ = self.prompts[number], f"{self.response_id}-score-{number}"
         if not self.scores_prompts or len(prompt) < 2:
             return None
@@ -256,7 +257,7 @@ class CompletionResponse(ResponseBuilder):
         return choice | self.exits(tokens)
 
     def _echoed(self, prompt: Sequence[int], tokens: Sequence[Token]) -> str:
-        """Return the prompt's text, without a character that the tokens behind it complete."""
+        """Return the prompt's text, without a last character that the following tokens complete."""
         decode = self.ready.tokenizer.decode
         return os.path.commonprefix([decode(prompt), decode([*prompt, *(t.id for t in tokens)])])
 
@@ -339,7 +340,7 @@ class ChatResponse(ResponseBuilder):
             documents=body.documents,
             options=body.chat_template_kwargs,
         )
-        # The template says itself what a text begins with.
+        # The template itself writes the tokens that begin a text.
         return [encode(self.ready, text, marked=True)]
 
     def parts(self, piece: ChoiceDelta) -> list[dict]:

@@ -1,4 +1,4 @@
-"""Several models as one, described so that another process can build the fleet that serves it.
+"""Several models as one, described so that another process can build the fleet that serves them.
 
 The models are loaded and measured, and everything that a switch between them, or between their
 depths, may need is compiled before the first request.
@@ -51,8 +51,8 @@ from eejax.serving.worker import joined
 
 log = logging.getLogger(LOG)
 
-THRESHOLD = 0.8  # of exits for which none is given
-LEAST = 32  # tokens of a context, in which models can be measured
+THRESHOLD = 0.8  # default threshold of exits
+MIN_CONTEXT = 32  # minimum tokens of a context in which models can be measured
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,15 +60,16 @@ class FleetConfig:
     """Objective and options of a fleet.
 
     Attributes:
-      objective, limits: as `ServiceObjective.of` takes them.
-      options: of its `Controller`.
+      objective: the objective, as `ServiceObjective.of` takes it.
+      limits: limits by metric, as `ServiceObjective.of` takes them.
+      options: options of the fleet's `Controller`.
       repository: an SQLite file with measurements, from which a fleet continues; by default they
         are kept in memory.
-      audits: share of the answers that the whole of their model judges again.
-      quality: what accuracy is. best, or best:NAME: the share of tokens that the largest model, or
-        the one named, would have chosen; judge:PATH: by the perplexity of the answers under a model
-        that is not served; benchmark, or benchmark:TASK,...: scores that were imported with eejax
-        repository.
+      audits: share of the answers that their whole model judges again.
+      quality: the measure of accuracy. best, or best:NAME: the share of tokens that the largest
+        model, or the named one, would have chosen; judge:PATH: the perplexity of the answers under
+        a model that is not served; benchmark, or benchmark:TASK,...: scores that were imported with
+        eejax repository.
     """
 
     objective: str = "throughput"
@@ -89,11 +90,16 @@ class ServedFleet:
     """A fleet to serve; calling it loads and measures the models, which takes a while.
 
     Attributes:
-      sources: of models by their names, each as `ServedModel.source`.
-      thresholds: of models with another one than `THRESHOLD`.
+      sources: sources of models by their names, each as `ServedModel.source`.
+      aims: objective and options of the fleet.
+      thresholds: thresholds of models with others than `THRESHOLD`.
       prompts: texts like those to come, on which models are measured; by default what the largest
         model writes.
-      tokenizer, dtype, slots, context, chunk: as in `ServedModel`.
+      tokenizer: as in `ServedModel`.
+      dtype: as in `ServedModel`.
+      slots: as in `ServedModel`.
+      context: as in `ServedModel`.
+      chunk: as in `ServedModel`.
     """
 
     sources: Mapping[str, str]
@@ -107,10 +113,10 @@ class ServedFleet:
     chunk: int | None = None
 
     def __post_init__(self):
-        require(bool(self.sources), "sources", self.sources, "must name a model at least")
+        require(bool(self.sources), "sources", self.sources, "must name at least one model")
         require_room(self.slots, self.context)
         unknown = sorted({*self.thresholds} - {*self.sources})
-        require(not unknown, "thresholds", unknown, f"must be of {sorted(self.sources)}")
+        require(not unknown, "thresholds", unknown, f"must be among {sorted(self.sources)}")
 
     def __call__(self) -> BuiltEngine:
         opened = {
@@ -148,14 +154,14 @@ class ServedFleet:
 
 
 def check_alike(opened: Mapping[str, LanguageModel]) -> None:
-    """Raise ConfigError for models of which one cannot continue another one's text."""
+    """Raise `ConfigError` for models that cannot continue each other's texts."""
     (first, own), *others = opened.items()
     for name, model in others:
         for what, of in (
             ("tokenizer", lambda m: m.tokenizer.fingerprint),
             ("vocabulary", lambda m: m.config.vocab_size),
         ):
-            # Begins with the setting to be mended, which is not the one of the same name.
+            # The message begins with the setting to fix, which is not the differing one.
             require(
                 of(model) == of(own),
                 f"model: the {what} of {name!r}",
@@ -168,7 +174,8 @@ def check_alike(opened: Mapping[str, LanguageModel]) -> None:
 def template_of(opened: Mapping[str, LanguageModel]) -> TemplateSource | None:
     """Return the chat template of the models that have one, None if none has.
 
-    Raises ConfigError if their templates differ or are invalid.
+    Raises:
+      ConfigError: if their templates differ or are invalid.
     """
     found = {name: chat.find(model.source, model.tokenizer) for name, model in opened.items()}
     found = {name: template for name, template in found.items() if template is not None}
@@ -196,8 +203,8 @@ def built(
 ) -> BuiltEngine:
     """Build the fleet of models that are in host memory.
 
-    They are measured here, but for those of which the repository has measurements under the same
-    conditions. judge: the model that judges their answers, where the quality is a judge's.
+    The models are measured here, except those for which the repository has measurements under the
+    same conditions. `judge` is the model that judges their answers, where the quality is a judge's.
     """
     members = {name: member.ready() for name, member in members.items()}
     source = QualitySource.parse(aims.quality)
@@ -206,13 +213,16 @@ def built(
     most = min(config.context_length for config in readers)
     context = most if context is None else context
     require(
-        LEAST <= context <= most, "context", context, f"must be in {LEAST}..{most}, for all models"
+        MIN_CONTEXT <= context <= most,
+        "context",
+        context,
+        f"must be in {MIN_CONTEXT}..{most}, for all models",
     )
     counts = meter()
     if counts is None and ("energy" in aims.limits or aims.objective == "energy"):
         log.info(
             "nothing counts joules here, neither NVML nor RAPL: operations of the layers and heads "
-            "stand for them"
+            "are counted instead"
         )
         require(
             "energy" not in aims.limits,
@@ -225,7 +235,7 @@ def built(
     reference = reference_of(members, source, judge)
 
     def beside(name: str) -> Callable[[int], int]:
-        """Return the bytes that judging an answer takes beside so many segments of a member."""
+        """Return the bytes that judging an answer takes beside that many segments of a member."""
         of = members[name].config if reference is None else reference.config
 
         def there(depth):
@@ -234,7 +244,7 @@ def built(
         return lambda depth: capacity.audit_bytes(of, there(depth))
 
     # If the budget is too small for several models, report the one that needs most.
-    needs = {name: least(members[name], context, beside(name)) for name in members}
+    needs = {name: min_bytes(members[name], context, beside(name)) for name in members}
     largest_first = sorted(members, key=lambda name: -needs[name])
     by_depth = {
         name: room(members[name], slots, context, budget, name, beside(name))
@@ -302,11 +312,13 @@ def room(
     name: str = "model",
     beside: Callable[[int], int] | None = None,
 ) -> tuple[int, ...]:
-    """Return the slots of a model at each of its depths, none more than at the one before.
+    """Return the slots of a model at each of its depths, none more than at the depth before.
 
-    There are at most `slots`. Room is left for what audits bring, `beside` bytes by depth, by
-    default those of the model itself. Raises ConfigError where the budget does not hold the model
-    with one slot, at some depth.
+    There are at most `slots`. Memory is reserved for audits: `beside` bytes by depth, by default
+    those of the model itself.
+
+    Raises:
+      ConfigError: where the budget does not hold the model with one slot, at some depth.
     """
     options = dataclasses.replace(member.options, can_deepen=True)
     beside = beside or partial(capacity.audit_bytes, member.config)
@@ -314,28 +326,27 @@ def room(
     def fit(depth, options):
         return capacity.slots(member.config, options, depth, context, budget - beside(depth), slots)
 
-    # All depths have the buckets of the first one's slots, which are a part of what is kept.
+    # All depths use the buckets of the first depth's slots; they are part of what is kept.
     options = options.resolved(member.config, max(fit(1, options), 1))
     found = [fit(depth, options) for depth in range(1, member.config.n_exits + 2)]
-    if not found[-1]:  # with fewer requests there is less to keep, too
+    if not found[-1]:  # fewer requests also need smaller buckets
         options = dataclasses.replace(member.options, can_deepen=True)
         options = options.resolved(member.config, 1)
         found = [min(fit(depth, options), 1) for depth in range(1, member.config.n_exits + 2)]
     found = tuple(np.minimum.accumulate(found).tolist())
     if not found[-1]:
         raise ConfigError(
-            f"budget = {budget:.0f}: must be {least(member, context, beside)} bytes at least, "
-            f"which the whole of {name} takes with one request, or less of it with what audits "
-            "bring."
+            f"budget = {budget:.0f}: must be {min_bytes(member, context, beside)} bytes at least, "
+            f"which the whole of {name} takes with one request, or a part of it with its audits."
         )
     return found
 
 
-def least(member: FleetMember, context: int, beside: Callable[[int], int] | None = None) -> int:
+def min_bytes(member: FleetMember, context: int, beside: Callable[[int], int] | None = None) -> int:
     """Return the bytes of the model with one request, at the depth that takes most.
 
-    That is the whole model, unless audits bring more than what is left out at a smaller depth.
-    beside: as in `room`.
+    That is the whole model, unless audits take more than what is left out at a smaller depth.
+    `beside` is that of `room`.
     """
     beside = beside or partial(capacity.audit_bytes, member.config)
     config = member.config
@@ -349,10 +360,11 @@ def least(member: FleetMember, context: int, beside: Callable[[int], int] | None
 def warm_up(
     member: FleetMember, *, slots: Sequence[int], context: int, steps: int, name: str = "model"
 ) -> None:
-    """Compile what a model may need at every depth.
+    """Compile the programs that a model may need at every depth.
 
-    This covers requests that join, that come and go while it is to grow, that are there when it
-    grows from any depth to any other, and audits of answers of all lengths.
+    They cover requests that join, requests that come and go while the model is to grow, requests
+    that are running when it grows from any depth to any other, and audits of answers of all
+    lengths.
     """
     config, n = member.config, member.config.n_exits + 1
     host = on_host(member.params, config)
@@ -369,8 +381,8 @@ def warm_up(
         joined(part.scheduler, slots[depth - 1])
         for length in lengths:
             auditor.judge(part.engine.weights, [0], [0] * (length - 1))
-        # Before more is there the slots are as few already; then still more may be asked for, or
-        # none of it.
+        # A growing model already has the slots of the deeper depth. It may then be asked to grow
+        # further, or not at all.
         counts = sorted({*slots[depth - 1 :]}, reverse=True)
         for many, few in itertools.combinations(counts, 2):
             part.resize(many)
@@ -393,13 +405,13 @@ def warm_up(
         to = f", and on to {deeper}" if deeper > depth else ""
         log.info("%s: compiling part %d of %d, depth %d%s", name, i, len(parts), depth, to)
         if deeper == depth:
-            at(depth)  # and there is room for the next one
+            at(depth)  # releases this depth's memory before the next one
         else:
             can_deepen(depth, deeper)
 
 
 def audited_lengths(context: int) -> list[int]:
-    """Return the lengths of text that programs of audits are compiled for."""
+    """Return the lengths of text for which programs of audits are compiled."""
     return [length for length in scoring.lengths(context) if length > 1]
 
 

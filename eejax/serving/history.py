@@ -11,9 +11,9 @@ from eejax.helios.choices import Decision
 from eejax.helios.report import FleetReport
 from eejax.helios.timeline import AnswerTimeline
 
-SECONDS = 2.0  # of a span
-KEEP = 300  # spans
-DECISIONS = 100  # that are kept
+SECONDS = 2.0  # length of a span
+KEEP = 300  # spans that are kept
+DECISIONS = 100  # decisions that are kept
 
 
 @dataclasses.dataclass
@@ -21,11 +21,15 @@ class HistorySpan:
     """Load and latency of one span of time.
 
     Attributes:
-      number: its begin in seconds over SECONDS.
-      running, waiting, slot_use: the last values reported.
-      first, between: seconds of requests to their first tokens, and between tokens.
-      layers: tokens by the layers below their exits.
-      member, loaded: of a fleet, the model that served last, and its loaded layers.
+      number: its begin in seconds, divided by SECONDS.
+      running: the last reported number of running requests.
+      waiting: the last reported number of waiting requests.
+      slot_use: the last reported use of the slots.
+      first: seconds from requests to their first tokens.
+      between: seconds between tokens.
+      layers: number of tokens by the layers below their exits.
+      member: of a fleet, the model that served last.
+      loaded: loaded layers of that model.
     """
 
     number: int
@@ -49,13 +53,13 @@ class LoadHistory:
         self._clock = clock
         self._now: HistorySpan | None = None
         self._summaries: collections.deque[dict] = collections.deque(maxlen=KEEP)
-        self.members: set[str] = set()  # of a fleet, that served
+        self.members: set[str] = set()  # models of a fleet that have served
         self.decisions: collections.deque[Decision] = collections.deque(maxlen=DECISIONS)
         self.timeline = AnswerTimeline(KEEP)
 
-    def load(self, running: int, waiting: int, held: float) -> None:
+    def load(self, running: int, waiting: int, slot_use: float) -> None:
         span = self._span()
-        span.running, span.waiting, span.slot_use = running, waiting, held
+        span.running, span.waiting, span.slot_use = running, waiting, slot_use
 
     def tokens(
         self, layers: Sequence[int], first: float | None = None, between: Sequence[float] = ()
@@ -82,7 +86,7 @@ class LoadHistory:
             before, self._now = self._now, HistorySpan(number)
             if before is not None:
                 self._summaries.append(summary(before))
-                # Until it is told again, the load is as it was.
+                # The load stays as it was until the next report.
                 self._now.running, self._now.waiting = before.running, before.waiting
                 self._now.slot_use = before.slot_use
                 self._now.member, self._now.loaded = before.member, before.loaded
@@ -90,14 +94,14 @@ class LoadHistory:
 
     @property
     def spans(self) -> list[dict]:
-        """Spans that are over, oldest first."""
+        """Finished spans, oldest first."""
         if self._now is not None:
             self._span()
         return list(self._summaries)
 
 
 def summary(span: HistorySpan) -> dict:
-    """Return a span as JSON: times in seconds, None where there are none; depth: mean layers."""
+    """Return a span as JSON: times in seconds, None where there are none; depth in mean layers."""
     count = span.layers.total()
     depth = sum(n * c for n, c in span.layers.items()) / count if count else None
     return dict(

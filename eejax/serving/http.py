@@ -43,20 +43,20 @@ FINISH = {
     FinishReason.ABORTED: "stop",
     FinishReason.DEADLINE: "timeout",
 }
-"""OpenAI's names of how answers end; timeout is eejax's own. Other ends are errors."""
+"""OpenAI's finish reasons; timeout is eejax's own. Other finishes are errors."""
 
 ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": form.ErrorResponse, "description": text}
     for status, text in {
         400: "The request cannot be answered as it is.",
         401: "No valid key.",
-        404: "There is no such model, or page.",
+        404: "There is no such model or page.",
         408: "The prompt was not scored in time.",
         413: "The body is too large.",
         415: "The body is compressed.",
-        429: "As many requests wait as may.",
+        429: "The queue is full.",
         500: "The model's logits were not finite.",
-        503: "The engine is not there, or the server ends.",
+        503: "The engine is not available, or the server is shutting down.",
     }.items()
 }
 
@@ -66,14 +66,14 @@ class HttpOptions:
     """Options of the HTTP server.
 
     Attributes:
-      keys: API keys, of which clients must send one if there are any.
-      body: most bytes of a request body.
-      requests: most requests at a time.
-      prompts: most prompts of a request.
-      n: most choices of a prompt.
+      keys: API keys; if there are any, clients must send one of them.
+      body: maximum bytes of a request body.
+      requests: maximum number of requests at a time.
+      prompts: maximum number of prompts of a request.
+      n: maximum number of choices of a prompt.
       defaults: exit rules by model.
-      allow_special: names of special tokens in clients' text, as <|im_end|>, are these tokens. By
-        default they are text, and special tokens come from the chat template alone.
+      allow_special: names of special tokens in clients' text, such as <|im_end|>, become these
+        tokens. By default they stay text, and only the chat template writes special tokens.
     """
 
     keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
@@ -87,7 +87,7 @@ class HttpOptions:
     def __post_init__(self):
         for name in ("body", "requests", "prompts", "n"):
             require_count(name, getattr(self, name))
-        require(all(self.keys), "keys", "an empty one", "must be texts of a character at least")
+        require(all(self.keys), "keys", "an empty one", "must be texts of at least one character")
 
 
 class APIError(Exception):
@@ -120,7 +120,7 @@ class APIError(Exception):
 
 
 def api_error(error: Exception) -> APIError:
-    """Return the response to an error."""
+    """Return the response that reports an error."""
     match error:
         case APIError():
             return error
@@ -136,18 +136,20 @@ def api_error(error: Exception) -> APIError:
             return APIError(400, str(error))
         case TimeoutError():
             return APIError(408, str(error), param="timeout", code="timeout")
-    _log.error("an error of the server's own", exc_info=error)
-    return APIError(500, "something is wrong with the server; its log says what", code="internal")
+    _log.error("internal server error", exc_info=error)
+    return APIError(500, "internal server error; the server's log has the cause", code="internal")
 
 
 class ClientDisconnected(Exception):
-    """The client does not wait for the answer any more."""
+    """Error of a request whose client has disconnected."""
 
 
 class ModelServer:
     """Models by name, and their responses.
 
-    under_way: requests that are being answered. draining: no more requests are taken.
+    Attributes:
+      under_way: number of requests that are being answered.
+      draining: whether new requests are refused.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class ModelServer:
             self._changed.set()
 
     async def drain(self, seconds: float) -> None:
-        """Take no more requests, and wait until those that run are answered, or so long."""
+        """Refuse new requests, and wait for the running ones, at most this many seconds."""
         self.draining = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -189,21 +191,22 @@ class ModelServer:
             known = ", ".join(map(repr, self.services))
             if model is None:
                 raise APIError(400, f"model: is required; there are {known}.", param="model")
-            message = f"model = {model!r}: there is none of this name, but {known}."
+            message = f"model = {model!r}: there is none of this name; there are {known}."
             for name, service in self.services.items():
                 if service.ready is not None and model in (service.ready.models or ()):
                     message = (
-                        f"model = {model!r}: is one of those that {name!r} chooses from: ask it."
+                        f"model = {model!r}: is one of those that {name!r} chooses from: "
+                        f"request {name!r}."
                     )
             raise APIError(404, message, param="model", code="model_not_found")
         return self.services[model]
 
     def template(self, model: str) -> ChatTemplate:
-        """Return a model's chat template. Raises APIError where it has none."""
+        """Return a model's chat template. Raises `APIError` if it has none."""
         if model not in self._templates:
             ready = self.service(model).require_ready()
             found = ready.template
-            # Where text of users may hold special tokens, nothing in it is marked.
+            # Where users' text may hold special tokens, nothing in it is marked.
             names = () if self.options.allow_special else tuple(ready.tokenizer.control)
             self._templates[model] = None if found is None else ChatTemplate(*found, names)
         template = self._templates[model]
@@ -211,8 +214,8 @@ class ModelServer:
             chooses = self.service(model).require_ready().chooses
             where = "the folders of its models" if chooses else "its folder"
             message = (
-                f"model = {model!r}: has no chat template; ask /v1/completions, or put a "
-                f"chat_template.jinja into {where} and start the server again."
+                f"model = {model!r}: has no chat template; use /v1/completions, or put a "
+                f"chat_template.jinja into {where} and restart the server."
             )
             raise APIError(400, message, param="model", code="no_chat_template")
         return template
@@ -227,9 +230,10 @@ class ModelServer:
     ) -> list[EngineRequest]:
         """Return the engine requests of all choices, n for each prompt; none where limit is 0.
 
-        Their ids are that of the response, and the index of the choice.
+        Their ids consist of the response's id and the index of the choice.
 
-        Raises for a request that could never be accepted, however idle the engine is.
+        Raises:
+          APIError: for a request that could never be accepted, however idle the engine is.
         """
         service = self.service(body.model)
         ready = service.require_ready()
@@ -238,7 +242,7 @@ class ModelServer:
         if n > self.options.n:
             raise APIError(400, f"n = {n}: must be at most {self.options.n}.", param="n")
         if not 0 < count <= most:
-            message = f"prompt = {count} prompts: must be 1 to {most} of them."
+            message = f"prompt = {count} prompts: must be 1 to {most} prompts."
             raise APIError(400, message, param="prompt")
         if count * n > service.max_requests:
             message = (
@@ -262,7 +266,7 @@ class ModelServer:
     def choices(
         self, body: form.GenerationRequest, requests: Sequence[EngineRequest], begin: float
     ) -> AsyncGenerator[ChoiceDelta, None]:
-        """Yield the deltas of all choices. begin: arrival of the request, by `time.monotonic`."""
+        """Yield the deltas of all choices; `begin` is the request's arrival by `time.monotonic`."""
         service = self.service(body.model)
 
         def one(index: int, request: EngineRequest) -> AsyncGenerator[ChoiceDelta, None]:
@@ -274,7 +278,7 @@ class ModelServer:
 
 
 def finish_reason(finish: FinishReason) -> str:
-    """Return a finish in OpenAI's words. Raises APIError for an end that is not an answer's."""
+    """Return OpenAI's name of a finish. Raises `APIError` where no answer ends that way."""
     if finish == FinishReason.ERROR:
         raise APIError(500, "the model's logits are not finite", code="not_finite")
     if finish == FinishReason.LOST:
@@ -292,7 +296,7 @@ def usage(prompts: Sequence[Sequence[int]], counts: Mapping[int, int]) -> dict[s
 def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Return the error of a body that does not match its model."""
 
-    # A union tells what is wrong with each of its forms. Those of another type say least.
+    # A union reports an error for each of its forms. Those of another type are least helpful.
     def near(e):
         return (not e["type"].endswith("_type"), sum(isinstance(p, int) for p in e["loc"]))
 
@@ -300,7 +304,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
         return e["loc"][1:2]
 
     first = max((e for e in errors if of(e) == of(errors[0])), key=near)
-    # Forms of a union are named in places between the fields.
+    # The location names forms of a union between the fields.
     parts = [p for i, p in enumerate(first["loc"][1:]) if not i or isinstance(p, int) or p in NAMES]
     where, param = ".".join(map(str, parts)), str(parts[0]) if parts else None
     message = first["msg"].removeprefix("Value error, ")
@@ -314,7 +318,7 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
         message = "the body must be a JSON object, with Content-Type: application/json."
         return APIError(400, message)
     if first["type"] == "extra_forbidden":
-        return APIError(400, f"{where}: is no field of this request.", param=param)
+        return APIError(400, f"{where}: is not a field of this request.", param=param)
     value = json.dumps(first.get("input"), default=str)
     value = value if len(value) <= 80 else value[:77] + "..."
     return APIError(400, f"{where} = {value}: {message}.", param=param)
@@ -323,16 +327,16 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
 NAMES = {*form.ChatMessage.model_fields, *form.StreamOptions.model_fields}
 
 
-def body_too_large(most: int) -> APIError:
-    """Return the error of a body of more than `most` bytes."""
-    return APIError(413, f"the body is larger than {most} bytes", code="body_too_large")
+def body_too_large(limit: int) -> APIError:
+    """Return the error of a body of more than `limit` bytes."""
+    return APIError(413, f"the body is larger than {limit} bytes", code="body_too_large")
 
 
 class RequestGuard:
-    """Middleware that gives each request an id and refuses those that may not be answered.
+    """Middleware that gives each request an id and refuses requests that are not allowed.
 
-    It checks keys, the number of requests, and the headers. Bodies that do not tell their length
-    are counted behind it.
+    It checks keys, the number of requests, and the headers. Bodies without a stated length are
+    counted by the middleware behind it.
     """
 
     OPEN = ("/", "/dashboard", "/health", "/version", "/metrics", "/openapi.json")
@@ -357,7 +361,7 @@ class RequestGuard:
                 begun = True
             await send(message)
 
-        # Under a prefix, as Ray Serve's routes, the path has it too.
+        # Under a prefix, as in Ray Serve's routes, the path includes it.
         if scope["path"].removeprefix(scope.get("root_path", "")) in self.OPEN:
             return await self._inner(scope, receive, named)
         if (refused := self._refused(headers)) is not None:
@@ -372,10 +376,10 @@ class RequestGuard:
 
     def _refused(self, headers: Mapping[bytes, bytes]) -> APIError | None:
         if self._keys and not self._known(headers):
-            message = "bring one of the server's keys: Authorization: Bearer KEY"
+            message = "send one of the server's keys: Authorization: Bearer KEY"
             return APIError(401, message, code="invalid_api_key")
         if self._server.draining:
-            return APIError(503, "the server ends", code="engine_unavailable", after=1)
+            return APIError(503, "the server is shutting down", code="engine_unavailable", after=1)
         if self._server.under_way >= self._options.requests:
             message = f"{self._options.requests} requests are under way"
             return APIError(429, message, code="queue_full", after=1)
@@ -389,15 +393,16 @@ class RequestGuard:
 
     def _known(self, headers: Mapping[bytes, bytes]) -> bool:
         scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-        # All of them, so that how long it takes tells nothing.
+        # Compare all keys, so that the time reveals nothing.
         same = [hmac.compare_digest(key.strip(), own) for own in self._keys]
         return scheme.lower() == b"bearer" and any(same)
 
 
 async def while_connected(request: Request, work: Coroutine) -> Any:
-    """Return the result of `work`, which ends where the client leaves.
+    """Return the result of `work`, which is cancelled if the client disconnects.
 
-    Raises ClientDisconnected there.
+    Raises:
+      ClientDisconnected: if the client disconnects.
     """
     task = asyncio.ensure_future(work)
 
@@ -418,7 +423,10 @@ async def while_connected(request: Request, work: Coroutine) -> Any:
 
 
 async def streamed(request: Request, chunks: AsyncGenerator[dict, None]) -> Response:
-    """Server-sent events of chunks, then [DONE]; an error before the first is a plain answer."""
+    """Send chunks as server-sent events, then [DONE].
+
+    An error before the first chunk is a plain response.
+    """
 
     async def one() -> dict:
         return await anext(chunks)
@@ -444,5 +452,5 @@ async def streamed(request: Request, chunks: AsyncGenerator[dict, None]) -> Resp
 
 
 def event(chunk: dict) -> str:
-    # In ASCII: some clients take U+2028 for the end of a line.
+    # ASCII, as some clients take U+2028 for the end of a line.
     return f"data: {json.dumps(chunk, allow_nan=False, separators=(',', ':'))}\n\n"

@@ -17,13 +17,13 @@ from eejax.models.config import ModelConfig
 
 
 class AbortRequest(NamedTuple):
-    """Ends a request."""
+    """Message that aborts a request."""
 
     request_id: str
 
 
 class ScoreRequest(NamedTuple):
-    """Asks for the `TextScores` of a text by an exit; None: the final one."""
+    """Request for the `TextScores` of a text by an exit; None for the final one."""
 
     request_id: str
     tokens: tuple[int, ...]
@@ -40,9 +40,10 @@ class EngineLoad(NamedTuple):
     """Load of an engine.
 
     Attributes:
-      running, waiting: requests with and without a slot.
-      num_cached_tokens: tokens that slots hold.
-      capacity: tokens that they could hold.
+      running: requests with a slot.
+      waiting: requests without a slot.
+      num_cached_tokens: tokens in the slots' caches.
+      capacity: maximum tokens in the slots' caches.
     """
 
     running: int
@@ -52,15 +53,23 @@ class EngineLoad(NamedTuple):
 
 
 class EngineStarting(NamedTuple):
-    """Activity of an engine that is not ready yet."""
+    """Progress of an engine that is not ready yet."""
 
     what: str
 
 
 class EngineReady(NamedTuple):
-    """The engine runs and all its programs are compiled, which took `seconds`.
+    """Report that the engine runs and all its programs are compiled.
 
-    models: of a fleet, by name; `config` and `depth` are then those of the deepest, whole one.
+    Attributes:
+      config: configuration of the model; of a fleet, of the deepest model.
+      tokenizer: the tokenizer.
+      template: the chat template, if there is one.
+      slots: number of slots.
+      context: maximum tokens of a request.
+      depth: loaded layers; of a fleet, those of the deepest model, whole.
+      seconds: time that loading and compiling took.
+      models: configurations of a fleet's models by name, None for one model.
     """
 
     config: ModelConfig
@@ -74,25 +83,25 @@ class EngineReady(NamedTuple):
 
     @property
     def chooses(self) -> bool:
-        """The server chooses the model, and where tokens leave."""
+        """Whether the server chooses the model and the exits."""
         return self.models is not None
 
     @property
     def exit_boundaries(self) -> list[int]:
-        """Layers that tokens may have gone through, of any model, ascending."""
+        """Layers that a token may go through, of any model, ascending."""
         configs = [self.config] if self.models is None else self.models.values()
         return sorted({stop for config in configs for stop in config.exit_boundaries})
 
 
 class RequestRefused(NamedTuple):
-    """The engine did not accept a request."""
+    """Report that the engine did not accept a request."""
 
     request_id: str
     why: str
 
 
 class StepReport(NamedTuple):
-    """Outputs of a step; of a fleet also what serves."""
+    """Outputs of a step, and for a fleet the state of what serves."""
 
     outputs: tuple[RequestOutput, ...]
     load: EngineLoad
@@ -100,7 +109,7 @@ class StepReport(NamedTuple):
 
 
 class EngineFailed(NamedTuple):
-    """The engine's process ends, for this reason."""
+    """Report that the engine's process ends, and why."""
 
     why: str
 
@@ -108,9 +117,13 @@ class EngineFailed(NamedTuple):
 class BuiltEngine(NamedTuple):
     """Contents of an engine's process, built there by a function that can be pickled.
 
-    fleet: for several models, in place of an engine (None): builds a `Fleet` with so many steps
-    between two looks at its pipe, all programs compiled; `config` is then that of the deepest
-    model.
+    Attributes:
+      engine: the engine of one model, None for a fleet.
+      config: configuration of the model; of a fleet, of the deepest model.
+      tokenizer: the tokenizer.
+      template: the chat template, if there is one.
+      fleet: builds the `Fleet`, all programs compiled, for a number of steps between two reads of
+        its pipe; None for one model.
     """
 
     engine: Any

@@ -21,7 +21,7 @@ WHOLE = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 
 
 class ServerMetrics:
-    """Metrics of all models of a server, told apart by the label `model`."""
+    """Metrics of all models of a server, with the model as the label `model`."""
 
     def __init__(self):
         self.registry = CollectorRegistry()
@@ -42,32 +42,33 @@ class ServerMetrics:
         self.running = gauge("requests_running", "Requests in slots.")
         self.waiting = gauge("requests_waiting", "Requests without a slot.")
         self.cache = gauge("kv_cache_used_ratio", "Share of the slots' positions that are used.")
-        self.up = gauge("engine_up", "1 where the engine answers, 0 where it does not.")
-        self.depth = gauge("depth_loaded_layers", "Layers loaded of the model that serves.")
+        self.up = gauge("engine_up", "1 while the engine answers, else 0.")
+        self.depth = gauge("depth_loaded_layers", "Loaded layers of the serving model.")
         self.layers = Gauge(
             "eejax_fleet_layers",
-            "Layers loaded of the fleet's member that serves; of others 0.",
+            "Loaded layers of the fleet's serving member; 0 for the others.",
             ("model", "member"),
             registry=self.registry,
         )
-        self.slots = gauge("fleet_slots", "Slots of the member that serves.")
+        self.slots = gauge("fleet_slots", "Slots of the serving member.")
         self.below = gauge(
             "fleet_below_threshold_ratio", "Share of all tokens that left below their threshold."
         )
         self.shortfall = gauge(
             "fleet_quality_shortfall_ratio",
-            "What the mean quality of audited answers lacks of 1; NaN where none was audited.",
+            "1 minus the mean quality of audited answers; NaN where none was audited.",
         )
         self.bound = gauge(
-            "fleet_quality_shortfall_bound_ratio", "What that is below with a confidence of 95 %."
+            "fleet_quality_shortfall_bound_ratio",
+            "Upper bound of the quality shortfall, at 95 % confidence.",
         )
         self.perplexity = gauge(
-            "fleet_perplexity", "Of those answers, under the model that judges them."
+            "fleet_perplexity", "Perplexity of audited answers under the model that judges them."
         )
-        self.decisions = count("fleet_decisions", "Decisions of what is to serve.", "kind")
-        self.first = times("time_to_first_token", "From a request to its first token.", FIRST)
-        self.between = times("inter_token", "Between the tokens of a request.", BETWEEN)
-        self.whole = times("request", "From a request to its end.", WHOLE)
+        self.decisions = count("fleet_decisions", "Decisions of the controller.", "kind")
+        self.first = times("time_to_first_token", "Time from a request to its first token.", FIRST)
+        self.between = times("inter_token", "Time between tokens of a request.", BETWEEN)
+        self.whole = times("request", "Time from a request to its end.", WHOLE)
         self.prompts = count("prompt_tokens", "Tokens of prompts.")
         self.tokens = count("generation_tokens", "Tokens generated.")
         self.exits = count(
@@ -76,11 +77,11 @@ class ServerMetrics:
             "member",
             "layer",
         )
-        self.ends = count("requests", "Requests by how they ended.", "finish")
-        self.restarts = count("engine_restarts", "Engines started in place of others.")
+        self.ends = count("requests", "Requests by finish reason.", "finish")
+        self.restarts = count("engine_restarts", "Restarts of the engine.")
 
     def watch(self, model: str) -> Callable[[str, Any], None]:
-        """Return the function that a `Service` reports a model's events to."""
+        """Return the function to which a `Service` reports a model's events."""
         for gauge in (self.running, self.waiting, self.cache, self.up):
             gauge.labels(model).set(0)
 
@@ -130,8 +131,9 @@ class ServerMetrics:
 class ChoiceMetrics:
     """Times and tokens of one choice.
 
-    begin: arrival of its request, by the clock. prompt: prompt tokens, counted with the first
-    choice.
+    Attributes:
+      begin: arrival of its request, by the clock.
+      prompt: prompt tokens, counted with the first choice.
     """
 
     def __init__(
@@ -154,7 +156,7 @@ class ChoiceMetrics:
             first = now - self._begin
             metrics.prompts.labels(self._model).inc(self._prompt)
             metrics.first.labels(self._model).observe(first)
-        else:  # tokens that come together came at even intervals, as far as one can tell
+        else:  # tokens that arrive together count as evenly spaced
             between = [(now - self._last) / len(new)] * len(new)
             observed = metrics.between.labels(self._model)
             for seconds in between:

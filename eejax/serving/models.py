@@ -21,10 +21,10 @@ class ServedModel:
     Attributes:
       source: a run's workdir, a Hugging Face folder or a name on the Hub.
       tokenizer: "bytes", a file or a folder, for a model without a tokenizer.
-      dtype: dtype in which a pretrained model is computed, float32 by default.
+      dtype: dtype in which a pretrained model computes, float32 by default.
       slots: requests that a model works on at a time.
-      context: most tokens of a request, by default the model's.
-      drafts: most tokens of a request that are drafted past an undecided one.
+      context: maximum tokens of a request, by default the model's.
+      drafts: maximum tokens of a request that are drafted past an undecided one.
       chunk: as in `EngineOptions`.
       mesh: devices over which the model is sharded.
     """
@@ -40,7 +40,7 @@ class ServedModel:
 
     def __post_init__(self):
         require(bool(self.source), "source", self.source, "must name a model")
-        require_count("drafts", self.drafts, least=0)
+        require_count("drafts", self.drafts, minimum=0)
         require_room(self.slots, self.context)
 
     def __call__(self) -> BuiltEngine:
@@ -53,19 +53,19 @@ class ServedModel:
         )
         template = chat.find(opened.source, opened.tokenizer)
         if template is not None:
-            chat.ChatTemplate(*template)  # one that is none is told before anybody asks
+            chat.ChatTemplate(*template)  # reject an invalid template before the first request
         return BuiltEngine(engine, config, opened.tokenizer, template)
 
 
 def require_room(slots: int, context: int | None) -> None:
-    """Raise ConfigError unless there can be so many slots, of so many tokens."""
+    """Raise `ConfigError` unless the slots and the context are possible numbers."""
     require_count("slots", slots)
     if context is not None:
-        require_count("context", context, least=2)
+        require_count("context", context, minimum=2)
 
 
 def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> EngineOptions:
-    """Return options for any requests to a server, as far as the model has room."""
+    """Return engine options for all requests to a server, as far as the model has room."""
     most = config.context_length
     chunk = None if chunk is None else min(chunk, most)
     return EngineOptions(

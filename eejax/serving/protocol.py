@@ -29,7 +29,7 @@ STRINGS = Annotated[list[Annotated[str, Field(min_length=1, max_length=256)]], F
 
 
 class OrDefault:
-    """Metadata of a field that has its default where a request says null (`_default`)."""
+    """Metadata of a field in which null means the default (`_default`)."""
 
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
@@ -55,11 +55,11 @@ class OneOf:
 class Unsupported:
     """Metadata of a field that is not supported.
 
-    It accepts null and the values that ask for nothing, which many clients send.
+    The field accepts null and values that request nothing, which many clients send.
     """
 
     def __init__(self, what: str, *values: Any):
-        """Name the unsupported feature, as an error does, and the values that ask for nothing."""
+        """Set the unsupported feature, as errors name it, and the values that request nothing."""
         self._what, self._values = what, values
 
     def _check(self, value: Any, info: ValidationInfo) -> Any:
@@ -85,23 +85,23 @@ class Unsupported:
 
 
 class RequestModel(BaseModel):
-    """Strict JSON: no unknown field, no text where a number belongs."""
+    """Base of request bodies: strict JSON without unknown fields or text in place of numbers."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(RequestModel):
     include_usage: bool = False
-    include_obfuscation: bool = Field(False, description="Not looked at.")
+    include_obfuscation: bool = Field(False, description="Ignored.")
 
 
 class GenerationRequest(RequestModel):
     """Fields that completions and chats have in common.
 
-    Beyond OpenAI's: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
-    priority, timeout, and exit rules: engine, gate, thresholds, exits, min_layers. return_exits
-    asks for the exit and confidence of every token. Where the server chooses among models,
-    `objective` takes the place of the exit rules.
+    Beyond OpenAI's fields there are top_k, min_p, repetition_penalty, min_tokens, ignore_eos,
+    stop_token_ids, priority, timeout, and exit rules: engine, gate, thresholds, exits, min_layers.
+    return_exits requests the exit and confidence of every token. Where the server chooses among
+    models, `objective` takes the place of the exit rules.
     """
 
     model: str
@@ -130,22 +130,22 @@ class GenerationRequest(RequestModel):
     ignore_eos: Nullable[bool] = False
     stream: Nullable[bool] = False
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, max_length=512, description="Not looked at.")
-    safety_identifier: str | None = Field(None, max_length=512, description="Not looked at.")
-    metadata: dict[str, Any] | None = Field(None, description="Not looked at.")
-    prompt_cache_key: str | None = Field(None, max_length=512, description="Not looked at.")
-    prompt_cache_options: dict[str, Any] | None = Field(None, description="Not looked at.")
-    prompt_cache_retention: str | None = Field(None, description="Not looked at.")
+    user: str | None = Field(None, max_length=512, description="Ignored.")
+    safety_identifier: str | None = Field(None, max_length=512, description="Ignored.")
+    metadata: dict[str, Any] | None = Field(None, description="Ignored.")
+    prompt_cache_key: str | None = Field(None, max_length=512, description="Ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Ignored.")
+    prompt_cache_retention: str | None = Field(None, description="Ignored.")
     store: Annotated[Any, Unsupported("keeping answers is", False)] = None
     service_tier: Annotated[Any, Unsupported("tiers of service are", "auto", "default")] = None
     priority: Nullable[int] = Field(0, ge=-1000, le=1000, description="Higher ones come first.")
-    timeout: float | None = Field(None, gt=0, le=86400, description="Seconds until it ends.")
+    timeout: float | None = Field(None, gt=0, le=86400, description="Time limit in seconds.")
     engine: Literal["recompute", "full"] | None = Field(
         None, description="full: no token leaves before the last layer."
     )
     gate: Annotated[str, OneOf(*GATES)] | None = None
     thresholds: SHARE | list[SHARE] | None = Field(
-        None, description="One for all exits, or one for each; 1 lets none leave."
+        None, description="One for all exits, or one for each; at 1 no token leaves."
     )
     exits: list[Annotated[int, Field(ge=0, lt=2**31)]] | None = Field(
         None, description="Boundaries of the exits that tokens may leave by."
@@ -153,7 +153,7 @@ class GenerationRequest(RequestModel):
     min_layers: Nullable[int] = Field(0, ge=0, lt=2**31)
     return_exits: Nullable[bool] = False
     objective: Annotated[str, OneOf(*OWN)] | None = Field(
-        None, description="Of this request, in place of the server's; only where it chooses."
+        None, description="Objective of this request, where the server chooses among models."
     )
 
     @model_validator(mode="before")
@@ -206,7 +206,7 @@ class ChatMessage(BaseModel):
 class ChatRequest(GenerationRequest):
     """Body of `POST /v1/chat/completions`.
 
-    Beyond OpenAI's: documents, chat_template_kwargs, add_generation_prompt and
+    Beyond OpenAI's fields there are documents, chat_template_kwargs, add_generation_prompt and
     continue_final_message, which transformers' chat templates know.
     """
 
@@ -219,13 +219,13 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: Nullable[bool] = True
     continue_final_message: Nullable[bool] = Field(
-        False, description="The answer goes on with the last message."
+        False, description="The answer continues the last message."
     )
     tools: list[dict[str, Any]] | None = Field(
-        None, description="For the chat template alone: with tool_choice = none."
+        None, description="For the chat template only, with tool_choice = none."
     )
     tool_choice: Annotated[Any, Unsupported("having a tool called is", "none", "auto")] = None
-    parallel_tool_calls: bool | None = Field(None, description="Not looked at.")
+    parallel_tool_calls: bool | None = Field(None, description="Ignored.")
     functions: Annotated[Any, Unsupported("calling functions is", [])] = None
     function_call: Annotated[Any, Unsupported("calling functions is", "none", "auto")] = None
     response_format: Annotated[
@@ -244,14 +244,14 @@ class ChatRequest(GenerationRequest):
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs: only with logprobs = true")
         if None not in (self.max_tokens, self.max_completion_tokens):
-            raise ValueError("max_tokens: is the old name of max_completion_tokens; give one")
+            raise ValueError("max_tokens: is the old name of max_completion_tokens; give only one")
         if self.tools and self.tool_choice != "none":
             raise ValueError(
-                "tools: calls of tools are not read from what a model writes: leave them out, or "
-                "say tool_choice = none, which shows them to the chat template alone"
+                "tools: tool calls are not parsed from a model's text: leave tools out, or set "
+                "tool_choice = none, which passes them to the chat template only"
             )
         if self.continue_final_message and self.add_generation_prompt:
-            raise ValueError("continue_final_message: goes with add_generation_prompt = false")
+            raise ValueError("continue_final_message: requires add_generation_prompt = false")
         return self
 
 

@@ -34,14 +34,14 @@ from eejax.serving.models import ServedModel
 from eejax.serving.service import DRAINING, READY, Service, ServiceOptions
 
 SPARE = 64
-"""Requests that a replica takes beyond those that its engines do: to refuse them, and for pages
-that ask no engine."""
+"""Requests that a replica accepts beyond those of its engines: to refuse them, and for pages that
+need no engine."""
 
 PERIOD = 1.0
-"""Seconds between two looks at a replica's health; Ray gives one up after three bad ones."""
+"""Seconds between health checks of a replica; Ray replaces it after three failures."""
 
 END = 10.0
-"""Seconds that a replica has to end once its requests have had their grace."""
+"""Seconds that a replica has to end after the grace of its requests."""
 
 
 def application(
@@ -50,27 +50,31 @@ def application(
     http: HttpOptions | None = None,
     **deployment: Any,
 ) -> serve.Application:
-    """Return what `ray.serve.run` takes: replicas that serve models by their names.
+    """Return the Ray Serve application whose replicas serve models by their names.
 
-    deployment: arguments of `ray.serve.deployment`, such as num_replicas, autoscaling_config and
-    ray_actor_options (num_cpus, num_gpus, ...: of a replica with all its engines).
+    Args:
+      models: the models by name.
+      options: options of each replica's services.
+      http: options of the HTTP server.
+      **deployment: arguments of `ray.serve.deployment`, such as num_replicas, autoscaling_config
+        and ray_actor_options (num_cpus, num_gpus, ...: of a replica with all its engines).
     """
-    require(bool(models), "models", dict(models), "must name one at least")
+    require(bool(models), "models", dict(models), "must name at least one")
     options, http = options or ServiceOptions(), http or HttpOptions()
-    # A service refuses what is too much by itself, in OpenAI's form: Ray must not hold it back. A
-    # request has one prompt at least, so that one model's queue is full before these are used up.
+    # A service itself refuses excess requests, in OpenAI's form: Ray must not hold them back. A
+    # request has at least one prompt, so one model's queue is full before this limit is reached.
     ongoing = sum(model.slots + options.waiting for model in models.values()) + SPARE
     own: dict[str, Any] = dict(
         name="eejax",
         max_ongoing_requests=ongoing,
         health_check_period_s=PERIOD,
         graceful_shutdown_timeout_s=options.grace + END,
-        # Models that cannot be opened cannot be the next time either; Ray's own limit is 20.
+        # A model that cannot be opened will fail again; Ray's default limit is 20.
         max_constructor_retry_count=3,
     )
     replicas = deployment.get("num_replicas", 1)
     if isinstance(replicas, int):
-        # Of requests that no replica takes, as where none is left, a proxy keeps so many.
+        # A proxy queues this many requests that no replica accepts, as when none is left.
         own |= dict(
             max_queued_requests=ongoing * replicas,
             backpressure_config=dict(status_code=503, retry_after_s=1),
@@ -78,7 +82,7 @@ def application(
     try:
         made = serve.deployment(**(own | deployment))(Replica)
     except (TypeError, ValueError) as error:
-        message = f"deployment = {deployment!r}: must be what ray.serve.deployment takes ({error})."
+        message = f"deployment = {deployment!r}: must suit ray.serve.deployment ({error})."
         raise ConfigError(message) from error
     return made.bind(dict(models), options, http)
 
@@ -109,19 +113,22 @@ class Replica:
         return api
 
     async def check_health(self) -> None:
-        """Raise where an engine is not there.
+        """Raise an error if an engine is not available.
 
-        The service starts another by itself, and where that is quick nothing else happens. Until
-        then, though, it refuses requests at once, and so has the fewest running ones, and would be
-        sent all of them: Ray should ask the other replicas, and put a new one in its place.
+        The service starts another engine by itself, and if that is quick nothing else happens.
+        Until then, however, the replica refuses requests at once, so it has the fewest running
+        requests and would receive all of them. Ray should use the other replicas and replace this
+        one.
         """
         for name, service in self._services.items():
             if service.state not in (READY, DRAINING):
                 raise RuntimeError(f"{name}: the engine is {service.state}: {service.failure}")
 
     async def __del__(self) -> None:
-        """Called by Ray before a replica ends, when its requests are answered. One that is killed
-        takes its engines with it too."""
+        """End the engines; Ray calls this before a replica ends, when its requests are answered.
+
+        A replica that is killed ends its engines too.
+        """
         services = getattr(self, "_services", {}).values()
         await asyncio.gather(*(service.stop() for service in services))
 
@@ -135,7 +142,7 @@ class ReplicaHeader:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Ray's proxy writes the request's id itself.
+                # Ray's proxy itself adds the request's id.
                 headers = [h for h in message.get("headers", ()) if h[0] != b"x-request-id"]
                 message["headers"] = [*headers, (b"x-replica", self._replica)]
             await send(message)
@@ -144,7 +151,7 @@ class ReplicaHeader:
 
 
 class ReplicaLabels(ServerMetrics):
-    """Metrics with the replica among their labels, as any replica may answer /metrics."""
+    """Metrics with a replica label, as any replica may answer /metrics."""
 
     def __init__(self, replica: str):
         super().__init__()
@@ -165,9 +172,12 @@ class ReplicaLabels(ServerMetrics):
 class ReplicaArgs(pydantic.BaseModel, extra="forbid"):
     """Arguments of `build`.
 
-    Models by their names, each a source or the fields of `ServedModel`; thresholds by models'
-    names, one or a list; fields of `ServiceOptions` and of `HttpOptions`; and `deployment`, the
-    arguments of `ray.serve.deployment`.
+    Attributes:
+      models: models by name, each a source or the fields of `ServedModel`.
+      thresholds: threshold or thresholds by the name of a model.
+      service: fields of `ServiceOptions`.
+      http: fields of `HttpOptions`.
+      deployment: arguments of `ray.serve.deployment`.
     """
 
     models: dict[str, ServedModel]
@@ -178,15 +188,15 @@ class ReplicaArgs(pydantic.BaseModel, extra="forbid"):
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """Return the `application` that a Serve config, or the command line, describes (`ReplicaArgs`).
+    """Return the `application` for the arguments of a Serve config or of the command line.
 
-    On the command line a field is SECTION.NAME=VALUE, the value in YAML. Keys that clients must
-    send are those of $EEJAX_KEYS, separated by commas.
+    The arguments are those of `ReplicaArgs`. On the command line a field is SECTION.NAME=VALUE, the
+    value in YAML. API keys come from $EEJAX_KEYS, separated by commas.
     """
     try:
         options = ReplicaArgs.model_validate(sections(args))
     except pydantic.ValidationError as error:
-        raise ConfigError("\n".join(map(said, error.errors()))) from error
+        raise ConfigError("\n".join(map(describe_error, error.errors()))) from error
     if unknown := set(options.thresholds) - set(options.models):
         raise ConfigError(f"thresholds: names {sorted(unknown)}, which `models` does not.")
     keys = [key.strip() for key in os.environ.get("EEJAX_KEYS", "").split(",")]
@@ -203,7 +213,7 @@ def build(args: dict[str, Any]) -> serve.Application:
 
 
 def sections(args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with those of the command line in their sections, and sources as models."""
+    """Sort arguments of the command line into their sections, and turn sources into models."""
     found: dict[str, Any] = {}
     for name, value in args.items():
         section, dot, rest = name.partition(".")
@@ -229,8 +239,8 @@ def described(model: Any) -> Any:
     return fields
 
 
-def said(error: Mapping[str, Any]) -> str:
-    """Describe what is wrong with a field, from pydantic's error."""
+def describe_error(error: Mapping[str, Any]) -> str:
+    """Describe an error of pydantic's in a field."""
     field, message = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
     if error["type"] == "value_error":
         return f"{field}: {message}"

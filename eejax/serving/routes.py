@@ -35,7 +35,7 @@ async def server_of(request: Request) -> ModelServer:
     return request.app.state.server
 
 
-Own = Annotated[ModelServer, Depends(server_of)]
+Server = Annotated[ModelServer, Depends(server_of)]
 
 
 PAGE = importlib.resources.files("eejax.serving").joinpath("dashboard.html")
@@ -48,13 +48,13 @@ POLICY = (
 
 @router.get("/", response_class=HTMLResponse)
 async def page() -> Response:
-    """A dashboard, for people."""
+    """Return the dashboard's page."""
     headers = {"Content-Security-Policy": POLICY, "Cache-Control": "no-cache"}
     return HTMLResponse(PAGE.read_text(encoding="utf-8"), headers=headers)
 
 
 @router.get("/dashboard")
-async def dashboard(server: Own) -> dict:
+async def dashboard(server: Server) -> dict:
     """Return the dashboard's data: states, and spans of the last minutes (`history.summary`)."""
     fields = {name: shown(server, name) for name in server.services}
     now = time.time()
@@ -88,14 +88,14 @@ def shown(server: ModelServer, name: str) -> dict:
 
 
 def loaded_layers(ready: EngineReady, report: FleetReport | None) -> int:
-    """Return the number of loaded layers of what serves."""
+    """Return the number of loaded layers of the serving model."""
     if report is not None:
         return report.layers
     return ready.config.exit_boundaries[ready.depth - 1]
 
 
 def fleet_state(server: ModelServer, name: str, models: Mapping[str, ModelConfig]) -> dict:
-    """Return a fleet's models, what serves, and its last decisions, the newest last."""
+    """Return a fleet's models, the serving model, and the last decisions, the newest last."""
     service = server.services[name]
     decisions = [
         dict(
@@ -127,8 +127,8 @@ def fleet_members(models: Mapping[str, ModelConfig]) -> dict[str, dict]:
 
 
 @router.get("/health", responses={503: ERRORS[503]})
-async def health(server: Own) -> Response:
-    """200 where every engine answers, 503 where one does not."""
+async def health(server: Server) -> Response:
+    """Return 200 if every engine answers, else 503."""
     states = {name: service.state for name, service in server.services.items()}
     states = dict.fromkeys(states, DRAINING) if server.draining else states
     return JSONResponse(states, 200 if server.healthy else 503)
@@ -144,7 +144,7 @@ async def version() -> dict[str, str]:
 
 
 @router.get("/metrics", response_class=PlainTextResponse)
-async def metrics(server: Own) -> Response:
+async def metrics(server: Server) -> Response:
     """Return Prometheus metrics."""
     for name, service in server.services.items():
         if service.ready is not None:
@@ -166,18 +166,18 @@ def about(server: ModelServer, name: str) -> dict:
 
 
 @router.get("/v1/models", responses={401: ERRORS[401]})
-async def models(server: Own) -> dict:
+async def models(server: Server) -> dict:
     return {"object": "list", "data": [about(server, name) for name in server.services]}
 
 
 @router.get("/v1/models/{name:path}", responses={k: ERRORS[k] for k in (401, 404)})
-async def model(name: str, server: Own) -> dict:
+async def model(name: str, server: Server) -> dict:
     server.service(name)
     return about(server, name)
 
 
 @router.post("/tokenize", responses=ERRORS)
-async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
+async def tokenize(body: form.TokenizeRequest, server: Server) -> dict:
     ready = server.service(body.model).require_ready()
     # Of any length: clients cut documents by their tokens.
     how = dict(limited=False, begins=body.add_special_tokens)
@@ -187,9 +187,12 @@ async def tokenize(body: form.TokenizeRequest, server: Own) -> dict:
 
 
 @router.get("/tokenizer_info", responses=ERRORS)
-async def tokenizer_info(server: Own, model: str | None = None) -> dict:
-    """Ids of the tokens that begin and end a text. Names there are none of: to `/tokenize` they
-    are plain text, so that clients would make other ids of them."""
+async def tokenizer_info(server: Server, model: str | None = None) -> dict:
+    """Return the ids of the tokens that begin and end a text.
+
+    Their names are not given: `/tokenize` reads names as plain text, so clients would get other
+    ids.
+    """
     ready = server.service(model).require_ready()
     return dict(
         bos_token=None,
@@ -201,19 +204,19 @@ async def tokenizer_info(server: Own, model: str | None = None) -> dict:
 
 
 @router.post("/detokenize", responses=ERRORS)
-async def detokenize(body: form.DetokenizeRequest, server: Own) -> dict:
+async def detokenize(body: form.DetokenizeRequest, server: Server) -> dict:
     ready = server.service(body.model).require_ready()
     check_tokens(ready, body.tokens, "tokens")
     return {"prompt": await asyncio.to_thread(ready.tokenizer.decode, body.tokens)}
 
 
 @router.post("/v1/completions", responses=ERRORS)
-async def completions(body: form.CompletionRequest, request: Request, server: Own) -> Response:
+async def completions(body: form.CompletionRequest, request: Request, server: Server) -> Response:
     return await answered(request, CompletionResponse(server, body))
 
 
 @router.post("/v1/chat/completions", responses=ERRORS)
-async def chat(body: form.ChatRequest, request: Request, server: Own) -> Response:
+async def chat(body: form.ChatRequest, request: Request, server: Server) -> Response:
     return await answered(request, ChatResponse(server, body))
 
 

@@ -1,7 +1,7 @@
 """Requests to an engine in a process of its own: admission, streaming and cancellation.
 
-A `Service` has one engine process and starts another where that one ends. A request gets
-everything by outputs; whatever happens to the engine, the last output says how the request ended.
+A `Service` has one engine process and starts another when it ends. A request receives everything as
+outputs; whatever happens to the engine, the last output says how the request ended.
 """
 
 from __future__ import annotations
@@ -38,13 +38,17 @@ from eejax.serving.messages import (
     StepReport,
 )
 
-LATE = 0.5  # seconds in which an engine may tell of a request whose time is over
+LATE = 0.5  # seconds in which an engine may still report a request past its deadline
 STARTING, READY, DRAINING, DEAD, STOPPED = "starting", "ready", "draining", "dead", "stopped"
 """States of a service; dead: the engine ended, and another will be started."""
 
 
 class EngineUnavailable(Exception):
-    """The engine does not take requests; `after`: seconds until it may."""
+    """The engine does not accept requests.
+
+    Attributes:
+      after: seconds until it may accept them.
+    """
 
     def __init__(self, why: str, after: float):
         super().__init__(why)
@@ -60,11 +64,12 @@ class ServiceOptions:
     """Options of a service.
 
     Attributes:
-      waiting: most requests that wait for a slot.
-      steps: engine steps between two looks at new requests: fewer answer sooner, more bring more
-        tokens a second.
-      first_pause, longest_pause: seconds before a new engine is started, doubled each time.
-      grace: seconds in which requests under way can finish once the service is to end.
+      waiting: maximum number of requests that wait for a slot.
+      steps: engine steps between two reads of new requests. Fewer steps answer sooner, more give
+        more tokens a second.
+      first_pause: seconds before the first restart of an engine, doubled each time.
+      longest_pause: maximum seconds before a restart.
+      grace: seconds in which running requests may finish when the service stops.
       silence: seconds without a sign of life after which an engine is ended and another started.
     """
 
@@ -76,7 +81,7 @@ class ServiceOptions:
     silence: float = 600.0
 
     def __post_init__(self):
-        require_count("waiting", self.waiting, least=0)
+        require_count("waiting", self.waiting, minimum=0)
         require_count("steps", self.steps)
         for name in ("first_pause", "longest_pause", "grace"):
             value = getattr(self, name)
@@ -99,10 +104,10 @@ class _PendingRequest:
 class Service:
     """An engine that many clients use at once.
 
-    `build` makes the engine in its own process, and must be picklable. All methods belong to the
-    event loop in which `start` was called. `watch(name, value)` gets events for metrics: "load"
-    with an `EngineLoad`, "report" with a `FleetReport`, which is also `report`, "state" with a
-    state, "restart" with a reason, "starting" with what an engine does until it is ready.
+    `build` builds the engine in its own process, and must be picklable. All methods belong to the
+    event loop in which `start` was called. `watch(name, value)` receives events for metrics: "load"
+    with an `EngineLoad`; "report" with a `FleetReport`, which is also `report`; "state" with a
+    state; "restart" with a reason; "starting" with what an engine does until it is ready.
     """
 
     def __init__(
@@ -115,7 +120,7 @@ class Service:
     ):
         self.options = options or ServiceOptions()
         self.state, self.load = STOPPED, EngineLoad(0, 0, 0, 0)
-        self.ready: EngineReady | None = None  # what the last engine said
+        self.ready: EngineReady | None = None  # report of the last engine that was ready
         self.report: FleetReport | None = None  # the last one
         self.failure = ""  # why the last engine ended
         self._pause = self.options.first_pause  # seconds before the next start
@@ -129,15 +134,18 @@ class Service:
         self._supervisor: asyncio.Task | None = None
 
     async def start(self) -> EngineReady:
-        """Starts the engine and waits until it is ready. Raises RuntimeError where it is not to be
-        had, with the reason."""
+        """Start the engine and wait until it is ready.
+
+        Raises:
+          RuntimeError: if it cannot be started, with the reason.
+        """
         self._set(STARTING)
         ready = await self._launch()
         self._supervisor = asyncio.create_task(self._supervise())
         return ready
 
     async def stop(self, grace: float | None = None) -> None:
-        """Take no more requests, give those there are their `grace`, and end the engine."""
+        """Refuse new requests, give running ones their `grace`, and end the engine."""
         if self.state == STOPPED:
             return
         self._set(DRAINING)
@@ -157,18 +165,22 @@ class Service:
 
     @property
     def retry_after(self) -> float:
-        """Seconds after which to ask again, from how long the last engine took to start."""
+        """Seconds after which clients should retry, from how long the last engine took to start."""
         return self._pause + (0.0 if self.ready is None else self.ready.seconds)
 
     def require_ready(self) -> EngineReady:
-        """Return `ready`. Raises EngineUnavailable where no engine was ready yet."""
+        """Return `ready`. Raises `EngineUnavailable` if no engine was ready yet."""
         if self.ready is None:
             raise EngineUnavailable(f"the engine is {self.state}", self.retry_after)
         return self.ready
 
     @property
     def max_requests(self) -> int:
-        """Most requests at a time. Raises EngineUnavailable where no engine was ready yet."""
+        """Maximum number of requests at a time.
+
+        Raises:
+          EngineUnavailable: if no engine was ready yet.
+        """
         slots = self.require_ready().slots if self.report is None else self.report.slots
         return slots + self.options.waiting
 
@@ -182,9 +194,13 @@ class Service:
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield the outputs of a request, the last of which has a `finish`.
 
-        Leaving the iteration aborts the request. `seconds`: it ends with "deadline" after this
-        time. Raises EngineUnavailable where there is no engine, QueueFull where too many wait, and
-        ConfigError for what the engine refuses, all before the first output.
+        Closing the iterator aborts the request. After `seconds` the request ends with "deadline".
+
+        Raises:
+          EngineUnavailable: if there is no engine.
+          QueueFull: if too many requests wait.
+          ConfigError: for a request that the engine refuses. All errors come before the first
+            output.
         """
         pending = self._admit(request, seconds)
         try:
@@ -209,8 +225,11 @@ class Service:
     ) -> TextScores:
         """Return `inference.scoring.score` of a text.
 
-        Raises as `stream`, EngineUnavailable where the engine ends before it is done, and
-        TimeoutError where it takes longer than `seconds`.
+        Raises as `stream` does, and in addition:
+
+        Raises:
+          EngineUnavailable: if the engine ends before it is done.
+          TimeoutError: if it takes longer than `seconds`.
         """
         message = ScoreRequest(request_id, tuple(tokens), exit, top_logprobs)
         pending = self._admit(message, seconds)
@@ -245,12 +264,12 @@ class Service:
         return pending
 
     def _expire(self, request: _PendingRequest) -> None:
-        if self._requests.get(request.request_id) is not request:  # its end waits to be read
+        if self._requests.get(request.request_id) is not request:  # its end is already queued
             return
         request.late = True
         if self._engine is not None:
             self._engine.send(AbortRequest(request.request_id))
-        # An engine that is busy with something else may take long to answer.
+        # A busy engine may take long to answer.
 
         def expire() -> None:
             if self._requests.get(request.request_id) is request:
@@ -260,7 +279,7 @@ class Service:
         request.deadline = asyncio.get_running_loop().call_later(LATE, expire)
 
     def _abandon(self, request: _PendingRequest) -> None:
-        """End a request that nobody listens to any more, wherever it is."""
+        """End a request that no client waits for any more, in whatever state it is."""
         if request.deadline is not None:
             request.deadline.cancel()
         if self._requests.get(request.request_id) is request:
@@ -271,14 +290,14 @@ class Service:
         self._changed.set()
 
     def _leave(self, request: _PendingRequest) -> None:
-        """Keep the id of a request that the engine may still have from being used again."""
-        if isinstance(request.message, EngineRequest):  # the engine drops scores without a word
+        """Reserve the id of a request that the engine may still have."""
+        if isinstance(request.message, EngineRequest):  # the engine does not report dropped scores
             self._leaving.add(request.request_id)
 
     def _tell(self, reply: RequestOutput | RequestRefused | ScoreReply) -> None:
         """Send a reply to its request, if that is still there."""
         request = self._requests.get(reply.request_id)
-        if request is None:  # it left, and its end was on the way
+        if request is None:  # it was abandoned before this reply arrived
             return
         if isinstance(reply, RequestRefused | ScoreReply) or reply.finish:
             del self._requests[reply.request_id]
@@ -324,7 +343,7 @@ class Service:
         first, ended = loop.create_future(), loop.create_future()
 
         def hear(message: Any) -> None:
-            """Handle a message in the event loop; None where the engine has ended."""
+            """Handle a message in the event loop; None means that the engine has ended."""
             engine.heard = self._clock()
             if isinstance(message, EngineStarting):
                 self._watch("starting", message.what)
@@ -356,7 +375,7 @@ class Service:
         return ready
 
     async def _supervise(self) -> None:
-        """Starts another engine whenever one ends."""
+        """Start another engine whenever one ends."""
         first, longest = self.options.first_pause, self.options.longest_pause
         while True:
             began = self._clock()
@@ -382,11 +401,11 @@ class Service:
                     break
                 except RuntimeError:
                     continue  # `failure` says why
-                except OSError as error:  # no process, or no pipe, is to be had now
+                except OSError as error:  # no process or pipe can be created now
                     self.failure = str(error)
 
     async def _end_of(self, engine: _EngineProcess) -> None:
-        """Wait until an engine ends, and end one that hangs."""
+        """Wait until an engine ends, and end it if it hangs."""
         while not self._ended.done():
             left = engine.heard + self.options.silence - self._clock()
             if left <= 0:
@@ -400,7 +419,8 @@ class Service:
 class _EngineProcess:
     """An engine's process, and the threads that write to it and read from it.
 
-    heard: time of its last sign of life.
+    Attributes:
+      heard: time of its last sign of life.
     """
 
     def __init__(self, build: Build, steps: int):
@@ -413,7 +433,7 @@ class _EngineProcess:
         resource_tracker.ensure_running()  # its start would let signals through again
         with block_signals():
             self.process.start()
-        # It ignores signals: who forgot to stop a service would wait for it at their own end.
+        # A daemon, since it ignores signals: a parent that did not stop it would wait forever.
         atexit.register(self.process.kill)
         theirs.close()
         self._outbox: queue.SimpleQueue = queue.SimpleQueue()
@@ -440,7 +460,7 @@ class _EngineProcess:
                 self._pipe.send(message)
 
     def end(self) -> str:
-        """Wait for a process that ends, and return why it does."""
+        """Wait for a process that is ending, and return why it ends."""
         self._outbox.put(None)
         self.process.join(5)
         if self.process.is_alive():

@@ -1,4 +1,4 @@
-"""Text that may be shown: whole characters, and nothing that could begin a stop string."""
+"""Text that is safe to stream: whole characters, and nothing that could begin a stop string."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from eejax.data.tokenizers import Tokenizer
 
 
 class TextDelta(NamedTuple):
-    """Text that may be shown now.
+    """Text that can be streamed now.
 
     Attributes:
-      tokens: number of tokens so far that it shows, those that it shows in part included.
-      stopped: the text ends at a stop string.
+      text: the new text.
+      tokens: number of tokens whose text was streamed so far, partly streamed ones included.
+      stopped: whether the text ended at a stop string.
     """
 
     text: str
@@ -23,19 +24,19 @@ class TextDelta(NamedTuple):
 
 
 class StreamingDetokenizer:
-    """A request's text, of which as much is shown as no later token can take back.
+    """Detokenizer of a request that returns only text that no later token can change.
 
     Texts continue a prompt (`data.streams`). A token's text may wait for the rest of a character,
-    and a text that could begin a stop string for what follows. Stop strings are not shown, whatever
-    token they end in.
+    and text that could begin a stop string waits for what follows. Stop strings are never returned,
+    whatever token they end in.
     """
 
     def __init__(
         self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), prompt: Sequence[int] = ()
     ):
         self._stream, self._stop_strings = tokenizer.stream(prompt), tuple(stop_strings)
-        self._ends: list[int] = []  # of each token's text, in characters of the text so far
-        self._held, self._shown = "", 0  # text that waits, and characters that do not any more
+        self._ends: list[int] = []  # end of each token's text, in characters
+        self._held, self._shown = "", 0  # text held back, and characters streamed
         self.stopped = False
 
     @property
@@ -44,7 +45,7 @@ class StreamingDetokenizer:
         return len(self._ends)
 
     def push(self, ids: Sequence[int]) -> TextDelta:
-        """Add tokens and return what may be shown now; nothing behind a stop string."""
+        """Add tokens and return the text that can be streamed now; nothing after a stop string."""
         if self.stopped:
             return TextDelta("", self._count(), True)
         for token in ids:
@@ -74,7 +75,7 @@ class StreamingDetokenizer:
         return TextDelta(text, self._count())
 
     def _count(self) -> int:
-        """Return the number of tokens that began before what is not shown."""
+        """Return the number of tokens that began before the text that is held back."""
         if not self._ends or not self._shown:
             return 0
         return 1 + bisect.bisect_left(self._ends, self._shown, 0, len(self._ends) - 1)
@@ -84,7 +85,7 @@ class TokenOffsets:
     """Offsets of the tokens in a text, in characters.
 
     A token that is part of a character begins where that character does. The space that a decoder
-    drops at the beginning of a text is nowhere.
+    drops at the beginning of a text has no offset.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
@@ -103,13 +104,13 @@ class TokenOffsets:
 
 
 def find_stop_string(text: str, stop_strings: Sequence[str]) -> int | None:
-    """Return where the first stop string in a text begins, or None."""
+    """Return the position of the first stop string in a text, or None."""
     found = [at for stop in stop_strings if (at := text.find(stop)) >= 0]
     return min(found, default=None)
 
 
 def partial_stop_length(text: str, stop_strings: Sequence[str]) -> int:
-    """Return the number of characters at the end of a text that a stop string could begin with."""
+    """Return the number of characters at a text's end that a stop string could begin with."""
     most = min(len(text), max((len(stop) - 1 for stop in stop_strings), default=0))
     ends = (
         n for n in range(most, 0, -1) if any(stop.startswith(text[-n:]) for stop in stop_strings)

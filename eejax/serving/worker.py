@@ -1,4 +1,4 @@
-"""The engine's own process: requests come through a pipe, and tokens go back through it."""
+"""Engine process: requests come through a pipe, and tokens go back through it."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from eejax.serving.messages import (
     StepReport,
 )
 
-LONG = 1.0  # seconds of a compilation that is told of
-IDLE = 0.5  # seconds between two signs of life of an engine that has nothing to do
+LONG = 1.0  # minimum seconds of a compilation that is logged
+IDLE = 0.5  # seconds between two signs of life of an idle engine
 
 
 def main(pipe: Connection, build: Build, steps: int = STEPS_PER_CALL) -> None:
     """Serve until the other end closes the pipe, or until the engine fails, which is reported."""
-    # Signals go to whole groups of processes: what is to end is said by the one that answers.
+    # Signals go to whole groups of processes: only the HTTP process decides what ends.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # They are for who runs a server: where in the code they come from is nothing to them.
+    # Warnings are for operators, who do not need the line of code that they come from.
     warnings.formatwarning = lambda message, *about, **more: " ".join(str(message).split()) + "\n"
     tell = _LogForwarder(pipe)
     log = logging.getLogger(LOG)
     log.addHandler(tell)
     log.setLevel(logging.INFO)
-    log.propagate = False  # some library may have made a handler for everything
+    log.propagate = False  # a library may have added a handler to the root logger
     try:
         begin = time.perf_counter()
         say = logging.getLogger(LOG).info
@@ -63,14 +63,14 @@ def main(pipe: Connection, build: Build, steps: int = STEPS_PER_CALL) -> None:
         log.removeHandler(tell)
         pipe.send(worker.ready(built, time.perf_counter() - begin))
         while True:
-            # An engine that runs only looks whether there is anything; one that does not waits.
+            # A running engine only checks for messages; an idle one waits for them.
             while pipe.poll(IDLE if worker.idle else 0):
                 worker.handle(pipe.recv())
             for outgoing in worker.step():
                 pipe.send(outgoing)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
-    except (ConfigError, DataError, CheckpointError, OSError) as error:  # they say what is wrong
+    except (ConfigError, DataError, CheckpointError, OSError) as error:  # their messages suffice
         pipe.send(EngineFailed(str(error)))
     except BaseException:
         pipe.send(EngineFailed(traceback.format_exc()))
@@ -109,8 +109,8 @@ class EngineWorker:
         self.scheduler = self.fleet or Scheduler(built.engine, built.config, steps=steps)
         self._scores: list[ScoreRequest] = []
         self._refused: list[RequestRefused] = []
-        self._decisions = self._points = 0  # of the fleet, that were told
-        self._missing: set[ModelDepth] = set()  # choices of which it was said that they miss limits
+        self._decisions = self._points = 0  # of the fleet, already reported
+        self._missing: set[ModelDepth] = set()  # choices reported as missing limits
 
     @property
     def slots(self) -> int:
@@ -142,7 +142,7 @@ class EngineWorker:
         return self.scheduler.idle and not self._scores and not self._refused
 
     def warm_up(self) -> None:
-        """Compile what requests may need: joining prompts and scored texts, in powers of two.
+        """Compile the programs for joining prompts and scored texts, in powers of two.
 
         A fleet is compiled already.
         """
@@ -154,7 +154,7 @@ class EngineWorker:
                 self._scored(ScoreRequest("warm-up", (0,) * n, None, False))
 
     def handle(self, message: Any) -> None:
-        """Take a message; the steps that follow act on it."""
+        """Apply a message; the following steps act on it."""
         match message:
             case EngineRequest(request_id):
                 try:
@@ -162,7 +162,7 @@ class EngineWorker:
                 except ConfigError as error:
                     self._refused.append(RequestRefused(request_id, str(error)))
             case AbortRequest(request_id):
-                self.scheduler.abort(request_id)  # one that ended meanwhile was reported
+                self.scheduler.abort(request_id)  # does nothing if it ended meanwhile
                 self._scores = [r for r in self._scores if r.request_id != request_id]
             case ScoreRequest():
                 self._scores.append(message)
@@ -170,7 +170,7 @@ class EngineWorker:
     def _scored(self, asked: ScoreRequest) -> RequestRefused | ScoreReply:
         try:
             require(self.fleet is None, "prompt", "to be scored", f"cannot be: {CHOOSES}")
-            # Of one program, whether the most likely ones are asked for or not.
+            # One program serves requests with and without the most likely tokens.
             scores = score(
                 self.engine.weights,
                 self.config,
@@ -191,7 +191,7 @@ class EngineWorker:
         self._refused = []
         if self._scores:
             outgoing.append(self._scored(self._scores.pop(0)))
-        # A fleet loads what is wanted while nobody asks, too.
+        # A fleet also loads models while there are no requests.
         steps = self.fleet is not None or not self.idle
         outputs = self.scheduler.step() if steps else []
         scheduler, room = self.scheduler, self.slots * self.context
@@ -220,7 +220,7 @@ class EngineWorker:
 
 
 def joined(scheduler: Scheduler, slots: int) -> None:
-    """Compile what it takes to fill one, two, four and so on up to all slots at once."""
+    """Compile the programs that fill one, two, four and so on up to all slots at once."""
     for n in sorted({slots, *(2**i for i in range(slots.bit_length()))}):
         for i in range(n):
             scheduler.add_request(EngineRequest(f"warm-up-{i}", (0,), 2))

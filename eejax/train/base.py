@@ -1,8 +1,8 @@
 """Facts about the model that a run begins with: another run's, or a pretrained one's.
 
-`with_base` makes the experiment: what the base fixes, its model and tokenizer, comes from there.
-A run writes these facts into its workdir, so that it resumes without its base. The weights are read
-by `train.base_weights`.
+`with_base` builds the experiment: the model and the tokenizer, which the base fixes, come from
+there. A run writes these facts into its workdir, so that it resumes without its base.
+`train.base_weights` reads the weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 BASE = "base.json"
 FREE = ("exits", "dtype", "dropout", "vocab_multiple")
-"""Fields of a model that are the run's own. Exits are added to the base's."""
+"""Fields of a model that a run may change. Exits are added to the base's."""
 
 
 class FixedFields(NamedTuple):
@@ -69,7 +69,8 @@ def base_model(
 ) -> ModelConfig:
     """Return the model of a base, as `with_base` finds it.
 
-    Raises `CheckpointError` for what is no model.
+    Raises:
+      CheckpointError: for a base that is not a model.
     """
     if (facts := _resumed(workdir, source)) is not None:
         return facts.config
@@ -82,23 +83,23 @@ def base_model(
 def with_base(
     values: Mapping[str, Any],
     workdir: str | os.PathLike | None = None,
-    given: Collection[str] = (),
+    overrides: Collection[str] = (),
 ) -> Experiment:
-    """Build the experiment of a configuration, its model and tokenizer those of `train.base`.
+    """Build the experiment of a configuration whose model and tokenizer are those of `train.base`.
 
     Args:
-      values: of a configuration file, as `Experiment.from_dict` takes them. Fields of `model` that
-        are None or have their default are the base's; exits are added to the base's, at its
-        temperature unless they say another. Exit weights that are left out are 1. A tokenizer
-        must be the base's, but may bring a chat template.
-      workdir: where the run lives. It gets the base's tokenizer. Where it has a checkpoint, the
-        `FixedFields` that it holds are taken, so that a run resumes without its base.
-      given: fields that were set on the command line, such as "model.norm": they must be the
-        base's even where they have their default.
+      values: values of a configuration file, as `Experiment.from_dict` takes them. Fields of
+        `model` that are None or have their default are the base's; exits are added to the base's,
+        at its temperature unless they say another. Exit weights that are left out are 1. A
+        tokenizer must be the base's, but may bring a chat template.
+      workdir: the run's folder. It gets the base's tokenizer. If it has a checkpoint, its
+        `FixedFields` are used, so that a run resumes without its base.
+      overrides: fields that were set on the command line, such as "model.norm": they must be the
+        base's even if they have their default.
 
     Raises:
-      ConfigError: a field that contradicts the base, or is of another type than it must be.
-      CheckpointError: a base that is no model, or a run whose tokenizer is not the one it began
+      ConfigError: a field that contradicts the base, or has a wrong type.
+      CheckpointError: a base that is not a model, or a run whose tokenizer is not the one it began
         with.
       DataError: another tokenizer than the base's, or another chat template than the run's.
     """
@@ -109,7 +110,7 @@ def with_base(
     source = _located(train["base"])
     data = values.setdefault("data", {})
     spec = data.get("tokenizer", DataConfig.tokenizer)
-    chosen = spec if spec != DataConfig.tokenizer or "data.tokenizer" in given else None
+    chosen = spec if spec != DataConfig.tokenizer or "data.tokenizer" in overrides else None
     if workdir is not None:
         workdir = expanded(workdir)
         check_workdir(workdir, source)
@@ -121,7 +122,7 @@ def with_base(
     else:
         _check_resumed_tokenizer(chosen, facts, workdir)
     train["base"] = facts.source
-    values["model"] = _model(values.get("model", {}), facts, given)
+    values["model"] = _model(values.get("model", {}), facts, overrides)
     data["tokenizer"] = inputs.BASE
     weights = values.setdefault("exit_weights", {})
     if not weights.get("weights"):
@@ -161,7 +162,7 @@ def _located(source: str) -> str:
 
 
 def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    """Save the tokenizer unless the folder has it, or another one, which `load_base` refuses.
+    """Save the tokenizer unless the folder has one; `load_base` refuses a different one.
 
     A new chat template replaces that of an attempt without a checkpoint, but never that of a run.
     """
@@ -176,7 +177,9 @@ def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
     inputs.save_tokenizer(tokenizer, folder)
 
 
-def _model(wanted: Mapping[str, Any], facts: FixedFields, given: Collection[str]) -> dict[str, Any]:
+def _model(
+    wanted: Mapping[str, Any], facts: FixedFields, overrides: Collection[str]
+) -> dict[str, Any]:
     """Return the base's model with the fields of `wanted` that are the run's own."""
     base = facts.config.to_dict()
 
@@ -188,7 +191,7 @@ def _model(wanted: Mapping[str, Any], facts: FixedFields, given: Collection[str]
     for name, value in wanted.items():
         if name not in base or name == "exits":
             continue  # an unknown field is named by ModelConfig.from_dict
-        value, said = _plain(value), any(f"{g}.".startswith(f"model.{name}.") for g in given)
+        value, said = _plain(value), any(f"{g}.".startswith(f"model.{name}.") for g in overrides)
         if not said and (value is None or value == defaults[name]):
             continue
         if name in FREE:
@@ -319,13 +322,13 @@ def check_workdir(workdir: pathlib.Path, source: str) -> None:
         not same_source(str(workdir), source),
         "workdir",
         str(workdir),
-        f"must be another than train.base ({source!r})",
-        "Give a workdir of its own.",
+        f"must differ from train.base ({source!r})",
+        "Use another workdir.",
     )
 
 
 def same_source(a: str | None, b: str | None) -> bool:
-    """Compare two values of `train.base`, as paths however they are written."""
+    """Return whether two values of `train.base` are the same path, however it is written."""
     resolved = [s and expanded(s).resolve() for s in (a, b)]
     return resolved[0] == resolved[1]
 
@@ -345,8 +348,11 @@ def _resumed(workdir: str | os.PathLike | None, source: str) -> FixedFields | No
 def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> FixedFields | None:
     """Read the facts about the base that a run began with.
 
-    Returns None where it began without one, or with another than `source`. Raises `CheckpointError`
-    for a file that cannot be read.
+    Returns:
+      the facts; None if the run began without a base, or with another than `source`.
+
+    Raises:
+      CheckpointError: for a file that cannot be read.
     """
     file = None if workdir is None else expanded(workdir) / BASE
     if file is None or not os.path.lexists(file):
@@ -368,7 +374,7 @@ def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> 
 
 
 def remember(workdir: pathlib.Path, facts: FixedFields) -> None:
-    """Write `facts` for `remembered`."""
+    """Write the facts that `remembered` reads."""
     values = facts._asdict() | {"config": facts.config.to_dict()}
     distributed.broadcast_from_process_zero(
         lambda: write_text(workdir / BASE, json.dumps(values, indent=1) + "\n")
@@ -382,7 +388,7 @@ def origin(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 
 def naming_base(source: str, load: Callable[[], T]) -> T:
-    """Return `load()`, whose errors name the field `train.base`."""
+    """Return `load()`; its errors name the field `train.base`."""
     try:
         return load()
     except CheckpointError as error:

@@ -1,7 +1,7 @@
 """Weights of the model that a run begins with, and the exits that it adds to them.
 
-Where exits alone are trained (EE-Tuning, Pan et al. 2024), only the layers below the deepest of
-them are read and run, and only they have gradients and optimiser state.
+Where only exits are trained (EE-Tuning, Pan et al. 2024), only the layers below the deepest of them
+are read and run, and only the exits have gradients and optimiser state.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from eejax.train.starts import copied_exit
 
 
 class BaseWeights(NamedTuple):
-    """The weights that a run begins with.
+    """Weights that a run begins with.
 
     Attributes:
       first: initial values of the trained parameters.
-      frozen: those that the loss reads and no step changes.
-      facts: what they are of.
+      frozen: parameters that the loss reads and no step changes.
+      facts: facts about the base.
     """
 
     first: Tree
@@ -62,13 +62,13 @@ class BaseWeights(NamedTuple):
 def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> BaseWeights:
     """Read the weights of `train.base`, add the exits of `experiment`, and lay them onto `mesh`.
 
-    The base's tokenizer becomes the workdir's. Where exits alone are trained, the layers that run
-    are read and, for initial values, the final norm and head; for a block that starts as a copy the
-    layers up to the last.
+    The base's tokenizer becomes the workdir's. Where only exits are trained, the layers that run
+    are read and, for initial values, the final norm and head; a block that starts as a copy also
+    needs the layers up to the last.
 
     Raises:
-      CheckpointError: no usable model, one that differs from the experiment's in more than may
-        differ, or another tokenizer in the workdir.
+      CheckpointError: no usable model, one that differs from the experiment's in more than is
+        allowed, or another tokenizer in the workdir.
       DataError: a pretrained model without a tokenizer.
     """
     scope = Scope.of(experiment)
@@ -79,9 +79,9 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
         tokenizer = _tokenizer(base.pretrained, experiment, workdir)
     if not (workdir / TOKENIZER).is_dir():
         inputs.save_tokenizer(tokenizer, workdir / TOKENIZER)
-    # Another run's would give the model other tokens.
+    # Another run's tokenizer would give the model other tokens.
     load_run_tokenizer(workdir, {"tokenizer": tokenizer.fingerprint})
-    # Compiled, so that the rest of the model is not drawn.
+    # Compiled, so that XLA drops the initialization of the rest of the model.
     draw = jax.jit(lambda key: params.init(model, key)["exits"])
     fresh = draw(jax.random.key(experiment.train.seed))
     old, values = base.params.get("exits", {}), {}
@@ -140,7 +140,7 @@ def complete(experiment: Experiment, exits: Tree, mesh: Mesh) -> Tree:
 
 
 def _fitted(tree: Tree, model: ModelConfig) -> Tree:
-    """Pad or cut the vocabulary's rows of a part of `model`'s parameters to those it declares."""
+    """Pad or cut the vocabulary rows of a part of `model`'s parameters to the declared number."""
     declared = params.abstract(model)
 
     def one(path, a):
@@ -158,7 +158,11 @@ def _fitted(tree: Tree, model: ModelConfig) -> Tree:
 
 
 class _Read(NamedTuple):
-    """A base as it was read. pretrained: where it is no run of eejax."""
+    """A base as it was read.
+
+    Attributes:
+      pretrained: the pretrained model, None for a run of eejax.
+    """
 
     config: ModelConfig
     params: Tree
@@ -168,7 +172,7 @@ class _Read(NamedTuple):
 
 
 def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
-    """Read the base: whole where `scope` is None, else what a run of that scope needs of it."""
+    """Read the base: whole if `scope` is None, else the part that a run of that scope needs."""
     source, step = _source(experiment), experiment.train.base_step
     path = expanded(source)
 
@@ -195,10 +199,10 @@ def _source(experiment: Experiment) -> str:
 
 
 def _mesh_for(config: ModelConfig, mesh: Mesh) -> Mesh:
-    """Return the mesh that a base is read onto.
+    """Return the mesh onto which a base is read.
 
-    It has no model axis where the base's vocabulary, padded otherwise than the run's, does not
-    divide by it.
+    It has no model axis if the base's vocabulary, which may be padded differently from the run's,
+    is not divisible by it.
     """
     if config.padded_vocab % mesh.shape[MODEL] == 0:
         return mesh
@@ -214,7 +218,7 @@ def _read_by(scope: Scope, config: ModelConfig, copies: bool, everything: Tree, 
     old = {e.name for e in config.exits}
     new = [e for e in scope.config.exits if e.name in scope.tuned and e.name not in old]
     copied = new if copies else []
-    # A head that becomes a shared one is the base's own.
+    # A head that becomes shared is the base's final head.
     own = config.head == "own" and scope.reads("shared_head")
 
     def read(name):
@@ -230,15 +234,15 @@ def _read_by(scope: Scope, config: ModelConfig, copies: bool, everything: Tree, 
     depth = config.n_layers if any(e.block for e in copied) else depth
     if isinstance(jax.tree.leaves(everything)[0], jax.Array):
         return tree | {"layers": jax.tree.map(lambda a: first_layers(a, depth), tree["layers"])}
-    # Fewer layers may not divide by the stages that all of them divide by.
+    # The number of layers that are read may not be divisible by the stages.
     lower = params.map_params(lambda p: first_layers(p, depth), params.abstract(config)["layers"])
     return tree | {"layers": rules.structs(lower, mesh)}
 
 
 def check_base(config: ModelConfig, experiment: Experiment) -> None:
-    """Raise `CheckpointError` where the experiment's model is not the base's with more exits.
+    """Raise `CheckpointError` unless the experiment's model is the base's with more exits.
 
-    config: the base's. Fields of `FREE` may differ, and a head of its own may become a shared one.
+    `config` is the base's. Fields of `FREE` may differ, and a final head may become a shared one.
     """
     model = experiment.model
     old, new = config.to_dict(), model.to_dict()
@@ -268,16 +272,18 @@ def check_base(config: ModelConfig, experiment: Experiment) -> None:
 
 
 def same_base(
-    workdir: pathlib.Path, metadata: Mapping[str, Any], found: FixedFields | None
+    workdir: pathlib.Path, metadata: Mapping[str, Any], facts: FixedFields | None
 ) -> None:
     """Compare the base of a run that resumes with the one that it began with.
 
     Args:
-      metadata: of the checkpoint that the run resumes from.
-      found: facts of the base, where the run reads it again.
+      workdir: the run's folder.
+      metadata: metadata of the checkpoint that the run resumes from.
+      facts: facts of the base, if the run reads it again.
 
-    Raises `CheckpointError` where base.json does not say what the checkpoint says, and where the
-    base has other parameters than at the run's start.
+    Raises:
+      CheckpointError: if base.json does not say what the checkpoint says, or the base has other
+        parameters than at the run's start.
     """
     kept = origin(workdir)
     if "base" in metadata and (kept is None or kept != metadata["base"]):
@@ -286,13 +292,13 @@ def same_base(
             f"{'is missing' if kept is None else f'says {kept}'}. Put it back (the same command "
             "writes it into a new workdir), or begin anew in another workdir."
         )
-    if found is None:
+    if facts is None:
         return
     if kept is None:  # older versions wrote none
-        remember(workdir, found)
-    elif kept["digest"] != found.digest:
+        remember(workdir, facts)
+    elif kept["digest"] != facts.digest:
         raise CheckpointError(
-            f"train.base = {found.source!r}: its parameters (digest {found.digest}) are not those "
+            f"train.base = {facts.source!r}: its parameters (digest {facts.digest}) are not those "
             f"that the run in {workdir} began with (digest {kept['digest']}, {kept['source']!r}). "
             "Put that model back, or begin anew in another workdir."
         )

@@ -28,7 +28,7 @@ class StepClock:
 
     @property
     def total(self) -> float:
-        """Seconds since the beginning."""
+        """Seconds since the clock was created."""
         return time.perf_counter() - self._begin
 
     def paused(self) -> StepClock:

@@ -35,21 +35,25 @@ from eejax.train.scope import TuneConfig
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Text and how it becomes batches.
+    """Text and its division into batches.
 
-    `source`: "python-stdlib", a path or glob of text, JSON lines or Parquet, "hf:NAME", or several
-    of them; "chat:FILES" are conversations and "completion:FILES" prompts and completions, of which
-    the answers alone are learned; "megatron:PREFIX" is tokens already. `tokenizer`: "bytes", "bpe"
-    (trained on the source, with at most the model's vocabulary), the path of a tokenizer.json or a
-    SentencePiece model, or "base", that of `train.base`. `length`: tokens per sequence. Documents
-    go to validation by the hash of their name and `split_seed`. With `document_masks` attention and
-    positions start anew at every document. `packed`: the folder for packed tokens, by default in
-    the workdir.
-    `max_bytes` takes only that much text. `text_field` is the field of JSON
-    lines, Parquet files and Hugging Face data sets that holds the text. With `weights`, one for
-    each source, these are packed apart, and that share of the sequences is drawn from each; its
-    validation text is what each holds out. `prefetch` threads prepare batches ahead (0: none;
-    needs grain).
+    Attributes:
+      source: "python-stdlib", a path or glob of text, JSON lines or Parquet, "hf:NAME", or several
+        of them. "chat:FILES" are conversations and "completion:FILES" prompts and completions, of
+        which only the answers are learned; "megatron:PREFIX" holds tokens.
+      tokenizer: "bytes", "bpe" (trained on the source, with at most the model's vocabulary), the
+        path of a tokenizer.json or a SentencePiece model, or "base", that of `train.base`.
+      length: tokens per sequence.
+      validation_fraction: share of documents in the validation split, chosen by the hash of their
+        name and `split_seed`.
+      split_seed: seed of the split.
+      document_masks: whether attention and positions restart at every document.
+      packed: folder for packed tokens, by default in the workdir.
+      max_bytes: maximum bytes of text that are used.
+      text_field: field of JSON lines, Parquet files and Hugging Face data sets that holds the text.
+      weights: one for each source: the share of the sequences that is drawn from it. The sources
+        are then packed separately, and each has its own validation text.
+      prefetch: threads that prepare batches ahead (0: none; needs grain).
     """
 
     source: str | tuple[str, ...] = "python-stdlib"
@@ -79,15 +83,22 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ExitWeights:
-    """The weights of the early exits' losses over the steps; the final exit's is 1.
+    """Weights of the early exits' losses over the steps; the final exit's is 1.
 
-    `weights`, one for each early exit, hold at the end of the schedule and `initial` at its
-    beginning; between them lie `steps` steps (0: the whole run), from step `begin` on (EE-LLM,
-    Appendix C.1). `kind`: "constant", "linear" or "cosine". `curriculum` (LayerSkip, section 4.1)
-    says which exits have a loss at a step; others have the weight 0, and their heads cost no time:
-    "none" all, "rotating" every `rotation`-th in turns (None: one at a time), "gradual" the
-    deepest first and one more after the other in the first half of the run. Weights are not
-    made larger for it.
+    The schedules are those of EE-LLM, Appendix C.1. A curriculum (LayerSkip, section 4.1) selects
+    the exits that have a loss at a step; the others have the weight 0, and their heads cost no
+    time. Weights are not increased for it.
+
+    Attributes:
+      weights: one for each early exit, at the end of the schedule.
+      kind: "constant", "linear" or "cosine".
+      initial: weights at the beginning of the schedule.
+      steps: steps from `initial` to `weights` (0: the whole run).
+      begin: the step at which the schedule begins.
+      curriculum: "none": all exits have a loss. "rotating": every `rotation`-th exit in turns.
+        "gradual": the deepest exit first, and one more after the other in the first half of the
+        run.
+      rotation: distance of the exits in a rotating curriculum (None: one exit at a time).
     """
 
     weights: tuple[float, ...] = ()
@@ -108,7 +119,7 @@ class ExitWeights:
         )
 
     def schedule(self, steps: int) -> schedules.Schedule:
-        """step -> weights [e] of the early exits, for a run of `steps`."""
+        """Return step -> weights [e] of the early exits, for a run of `steps`."""
         rest = max(1, steps - self.begin)
         weights = schedules.schedule(
             self.kind,
@@ -126,12 +137,12 @@ class ExitWeights:
 
     @property
     def sparse(self) -> bool:
-        """True where exits are left out at some steps."""
+        """Whether exits are left out at some steps."""
         return self.curriculum != "none"
 
     @property
     def ends_with_the_run(self) -> bool:
-        """True where the weights at a step depend on the number of steps of the run."""
+        """Whether the weights at a step depend on the number of steps of the run."""
         return self.curriculum == "gradual" or (self.kind != "constant" and not self.steps)
 
 
@@ -139,27 +150,36 @@ class ExitWeights:
 class TrainConfig:
     """Length of a run, size of its batches, and intervals of its reports and checkpoints.
 
-    `batch_size` is the global number of sequences per step, taken in `microbatches` parts one
-    after the other; `remat` is the activation policy ("none", "dots", "full"). Every
-    `log_every` steps metrics are written, every `eval_every` the validation split
-    (`eval_batches` batches spread evenly over it, None: all) is evaluated at every exit, every
-    `checkpoint_every` a checkpoint is saved, the newest `keep_checkpoints` of which stay; 0
-    switches a thing off, though a run's end always has its evaluation and checkpoint. `seed`
-    decides initial values, the order of the data and dropout.
+    An interval of 0 switches a report off, but a run always ends with an evaluation and a
+    checkpoint.
 
-    `base` is where the weights come from (None: they are drawn): the workdir of a run, a Hugging
-    Face folder or a name on the Hub. What it fixes, the model and its tokenizer, comes with it
-    (`train.base`). `base_step` is one of its checkpoints if it is a run (None: the newest).
-
-    `batch_rampup` (start, increment, samples): the batch begins with `start` sequences and grows
-    by `increment` at a time to `batch_size` within that many sequences. `layer_dropout` is the
-    probability with which the last layer is left out for a sequence, the layers below it less
-    (LayerSkip, section 4.1), and `layer_dropout_growth` whether it grows over the run
-    ("exponential", for training from scratch) or not ("constant"). `ema`: the decay of averaged
-    parameters that are kept, evaluated and saved beside the others. `loss_scale` is the first
-    scale of the loss where the model computes in float16: halved after an overflow, doubled
-    after `loss_scale_interval` steps without one. `profile_steps` steps from `profile_begin` on
-    (not the first, which compiles) are written to profile/ for TensorBoard or Perfetto.
+    Attributes:
+      steps: steps of the run.
+      batch_size: global number of sequences per step.
+      microbatches: number of parts in which a batch is processed one after the other.
+      remat: the activation policy ("none", "dots", "full").
+      seed: seed of initial values, the order of the data and dropout.
+      log_every: steps between two lines of metrics.
+      eval_every: steps between two evaluations of the validation split at every exit.
+      eval_batches: batches of an evaluation, spread evenly over the split (None: all).
+      checkpoint_every: steps between two checkpoints.
+      keep_checkpoints: number of newest checkpoints that are kept.
+      batch_rampup: (start, increment, samples): the batch begins with `start` sequences and grows
+        by `increment` at a time to `batch_size` within that many sequences.
+      layer_dropout: probability with which the last layer is left out for a sequence, lower for the
+        layers below it (LayerSkip, section 4.1).
+      layer_dropout_growth: whether that probability grows over the run ("exponential", for training
+        from scratch) or not ("constant").
+      ema: decay of averaged parameters, which are evaluated and saved beside the others (None: no
+        average).
+      loss_scale: first scale of the loss where the model computes in float16. It is halved after an
+        overflow.
+      loss_scale_interval: steps without an overflow after which the scale is doubled.
+      profile_begin: first step of the profile; not step 1, which compiles.
+      profile_steps: steps that are written to profile/ for TensorBoard or Perfetto.
+      base: source of the weights (None: they are drawn): the workdir of a run, a Hugging Face
+        folder or a name on the Hub. The model and its tokenizer come from there too.
+      base_step: checkpoint of the base if it is a run (None: the newest).
     """
 
     steps: PositiveInt = 1000
@@ -207,7 +227,7 @@ class TrainConfig:
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """Everything a run depends on; what a file in configs/ describes."""
+    """Everything that a run depends on; a file in configs/ describes it."""
 
     model: ModelConfig
     data: DataConfig = DataConfig()
@@ -309,13 +329,13 @@ class Experiment:
 
     @property
     def tuned(self) -> tuple[int, ...] | None:
-        """Boundaries of the exits that alone are trained, ascending; None where more is."""
+        """Boundaries of the exits if only exits are trained, ascending; otherwise None."""
         if self.tune.part != "exits":
             return None
         return self.tune.exits or tuple(e.boundary for e in self.model.exits)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values, for `from_dict`."""
+        """Return plain JSON values, for `from_dict`."""
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
@@ -366,9 +386,9 @@ def typed_sections(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def default_config() -> ConfigDict:
-    """Every field of every section with its default: what a file in configs/ begins with.
+    """Return every field of every section with its default, as a base of files in configs/.
 
-    A field that is there can be set on the command line. Fields that must be given (the model's
+    Fields that exist there can be set on the command line. Fields that must be given (the model's
     sizes) are None.
     """
     return ConfigDict({name: _defaults(type_) for name, type_ in SECTIONS.items()})

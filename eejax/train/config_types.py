@@ -36,7 +36,7 @@ def check_types(cls: type, values: Mapping[str, Any], where: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """ConfigDicts as dicts and sequences as tuples, at every depth."""
+    """Convert ConfigDicts to dicts and sequences to tuples, at every depth."""
     if isinstance(value, Mapping) or hasattr(value, "to_dict"):
         return {k: plain(v) for k, v in value.items()}
     return tuple(plain(v) for v in value) if isinstance(value, (list, tuple)) else value

@@ -19,11 +19,15 @@ from eejax.train.step import put_batch
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """Per exit, the final one last: `losses` in nats per token; `tokens` labels were counted.
+    """Losses of every exit on held-out text, the final exit's last.
 
-    `nbytes`: UTF-8 bytes of text these labels stand for (`Tokenizer.byte_lengths`). An end of a
-    document is a token without bytes: predicting it is paid for. `step` is that of the run, where
-    one made the evaluation.
+    Attributes:
+      names: names of the exits.
+      losses: nats per token.
+      tokens: number of counted labels.
+      nbytes: UTF-8 bytes of text that these labels stand for (`Tokenizer.byte_lengths`). An end of
+        a document is a token without bytes, whose prediction still counts.
+      step: step of the run that was evaluated, or None.
     """
 
     names: tuple[str, ...]
@@ -34,12 +38,12 @@ class Evaluation:
 
     @property
     def perplexities(self) -> tuple[float, ...]:
-        """exp(loss), per token."""
+        """Perplexity per token, exp(loss)."""
         return tuple(math.exp(min(loss, 700.0)) for loss in self.losses)
 
     @property
     def bits_per_byte(self) -> tuple[float, ...]:
-        """All bits spent over all bytes of text, infinite where the labels have none."""
+        """Total bits divided by the total bytes of text; infinite if the labels have no bytes."""
         scale = self.tokens / self.nbytes / math.log(2) if self.nbytes else math.inf
         return tuple(loss * scale for loss in self.losses)
 
@@ -75,8 +79,11 @@ def evaluate(
 ) -> Evaluation:
     """Run `eval_step` of `train.step.make_eval_step` over the batches.
 
-    byte_lengths [v]: the tokenizer's. Sums are taken over all tokens, so unequal batches weigh
-    what they hold. Raises `DataError` where no token is counted.
+    Sums are taken over all tokens, so batches of different sizes are weighted correctly.
+    `byte_lengths` [v] is the tokenizer's.
+
+    Raises:
+      DataError: if no token is counted.
     """
     sums, count, nbytes, pending = np.zeros((), np.float64), 0, 0, None
     for batch in batches:
@@ -102,7 +109,7 @@ def evaluate_mixture(
     names: Iterable[str],
     byte_lengths: np.ndarray,
 ) -> Evaluation:
-    """Return `evaluate` of each (weight, batches), and the mean of the losses by weight.
+    """Evaluate each (weight, batches), and return the mean of the losses by weight.
 
     A token of a part counts as many bytes as it has there, so that bits per byte are also those of
     text mixed by these weights.

@@ -1,4 +1,4 @@
-"""Floating-point operations that training needs, and that the devices can do."""
+"""Floating-point operations that training needs, and that devices can do."""
 
 from __future__ import annotations
 
@@ -28,12 +28,13 @@ PEAKS = {
 def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float = 1.0) -> float:
     """Return the model FLOPs of one training token (forward and backward) in sequences of `length`.
 
-    6 N + 12 * sum over layers of n * h * s, the count of PaLM (Chowdhery et al. 2022, Appendix B):
-    N is the number of weights a token is multiplied with, which includes every exit's parameters
-    and counts a head's v * d once per exit that uses it, but not the embedding look-up; s is the
-    mean number of positions a query sees, (length + 1) / 2 under a causal mask or less in a
-    sliding window. Rematerialisation does not count: it is not the model's work. exit_tokens: the
-    share of the tokens at which early exits have a loss (`losses.objective`).
+    They are 6 N + 12 * sum over layers of n * h * s, the count of PaLM (Chowdhery et al. 2022,
+    Appendix B). N is the number of weights that a token is multiplied with: it includes every
+    exit's parameters and counts a head's v * d once per exit that uses it, but not the embedding
+    look-up. s is the mean number of positions that a query attends to, (length + 1) / 2 under a
+    causal mask or less in a sliding window. Rematerialisation does not count, as it is not the
+    model's work. `exit_tokens` is the share of the tokens at which early exits have a loss
+    (`losses.objective`).
     """
     matrices = params.map_params(
         lambda p: math.prod(p.shape) if p.decay else 0, params.abstract(config)
@@ -49,13 +50,15 @@ def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float =
 
 
 def exit_heads_flops_per_token(config: ModelConfig, exit_tokens: float = 1.0) -> float:
-    """Return the part of `model_flops_per_token` in the products with the heads of early exits."""
+    """Return the part of `model_flops_per_token` that the heads of early exits take."""
     return 6.0 * config.n_exits * exit_tokens * config.padded_vocab * config.d_model
 
 
 def _mean_seen(length: int, window: int | None) -> float:
-    """Return the mean over queries 0..length-1 of the positions that each sees, including its
-    own."""
+    """Return the mean number of positions that queries 0..length-1 attend to.
+
+    A query attends to its own position too.
+    """
     w = length if window is None else min(window, length)
     return (w * (w + 1) / 2 + (length - w) * w) / length
 
@@ -66,9 +69,9 @@ def peak_flops(
 ) -> float | None:
     """Return the FLOPs per second of all `devices` together; None if they are unknown.
 
-    For accelerators it is the dense bf16 rate of the data sheet. CPUs have no useful data sheet:
-    the rate of a large float32 matrix product is measured, for all fake devices of the machine
-    together.
+    For accelerators it is the dense bf16 rate of the data sheet. For CPUs, which have no useful
+    data sheet, the rate of a large float32 matrix product is measured, for all fake devices of the
+    machine together.
     """
     kind = devices[0].device_kind
     if devices[0].platform == "cpu":

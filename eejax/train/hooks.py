@@ -80,5 +80,5 @@ class Hooks:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return whether a step is a multiple of `every`, which 0 has none of."""
+    """Return whether a step is a multiple of `every`; never if `every` is 0."""
     return bool(every) and step % every == 0

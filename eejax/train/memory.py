@@ -1,8 +1,8 @@
 """Device memory of a training step: estimated from shapes, and as XLA compiled it.
 
-Nothing is allocated and no device is needed for the estimate. What stays between the forward and
-the backward pass is not guessed by a formula: it is what `jax.vjp` of the loss keeps, evaluated on
-shapes alone under the run's own rematerialization policy.
+Nothing is allocated and no device is needed for the estimate. The activations between the forward
+and the backward pass do not come from a formula: they are what `jax.vjp` of the loss keeps,
+evaluated on shapes under the run's own rematerialization policy.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ from eejax.train.step import local_parameters
 
 @dataclasses.dataclass(frozen=True)
 class TrainingMemory:
-    """Bytes on each device while a step is taken. The first three are exact, the rest estimates.
-    Dropout's masks are not counted.
+    """Bytes on each device during a step.
 
-    params: the float32 parameters that are trained. optimizer: their optimiser state. other: what
-    else the state holds, frozen parameters for example. gradients: the float32 sum and, with
-    several microbatches, the gradients under way besides, in the dtype of computation. weights:
-    copies of matrices in that dtype that the backward pass reads again. activations: all else that
-    the backward pass of one microbatch keeps. layer: what is made again of a single layer under
-    rematerialisation, and the scores of one block of queries. logits: one chunk of logits and its
-    gradient.
+    The first three are exact, the rest are estimates. Dropout's masks are not counted.
+
+    Attributes:
+      params: the float32 parameters that are trained.
+      optimizer: their optimiser state.
+      other: the rest of the state, such as frozen parameters.
+      gradients: the float32 sum and, with several microbatches, also the gradients of the current
+        microbatch in the dtype of computation.
+      weights: copies of matrices in that dtype that the backward pass reads again.
+      activations: everything else that the backward pass of one microbatch keeps.
+      layer: what is recomputed of a single layer under rematerialisation, and the scores of one
+        block of queries.
+      logits: one chunk of logits and its gradient.
     """
 
     params: int
@@ -63,7 +68,7 @@ class TrainingMemory:
 
     @property
     def temporary(self) -> int:
-        """Bytes that a step allocates and frees. Logits and a remade layer never exist together."""
+        """Bytes that a step allocates and frees; logits and a recomputed layer never coexist."""
         return self.gradients + self.weights + self.activations + max(self.layer, self.logits)
 
     @property
@@ -73,9 +78,13 @@ class TrainingMemory:
 
 @dataclasses.dataclass(frozen=True)
 class CompiledMemory:
-    """XLA's figures of a compiled program, in bytes on each device.
+    """XLA's figures for a compiled program, in bytes on each device.
 
-    `aliased` is the part of `outputs` that is written over the arguments (donation).
+    Attributes:
+      arguments: arguments of the program.
+      outputs: its results.
+      temporary: temporary memory.
+      aliased: the part of `outputs` that is written over the arguments (donation).
     """
 
     arguments: int
@@ -89,9 +98,10 @@ class CompiledMemory:
 
 
 def training_memory(experiment: Experiment) -> TrainingMemory:
-    """Return the estimate for `experiment` on its own mesh, whatever devices this machine has.
+    """Estimate the memory of `experiment` on its own mesh, whatever devices this machine has.
 
-    Raises `ConfigError` for a mesh or a batch that training would also refuse.
+    Raises:
+      ConfigError: for a mesh or a batch that training would also refuse.
     """
     mesh = AbstractMesh(
         experiment.mesh.shape, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES)
@@ -130,11 +140,12 @@ def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
     XLA's CPU backend computes bfloat16 in float32: there a bfloat16 model's temporaries are no
     smaller than a float32 model's (measured), and say little about an accelerator.
 
-    Raises `RuntimeError` where the backend does not say.
+    Raises:
+      RuntimeError: if the backend does not report it.
     """
     a = compiled.memory_analysis()
     if a is None:
-        raise RuntimeError("XLA's backend does not say what memory a program takes")
+        raise RuntimeError("XLA's backend does not report a program's memory")
     return CompiledMemory(
         a.argument_size_in_bytes,
         a.output_size_in_bytes,
@@ -150,7 +161,8 @@ def compile_step(
 ) -> jax.stages.Compiled:
     """Compile the training step of `experiment` for its mesh from shapes; nothing is allocated.
 
-    Raises `ConfigError` if there are too few `devices` (default: all).
+    Raises:
+      ConfigError: if there are too few `devices` (default: all).
     """
     program = Program(experiment, make_mesh(experiment.mesh, devices))
     shape = experiment.train.batch_size, experiment.data.length
@@ -181,10 +193,10 @@ def _structs(declaration: Tree) -> Tree:
 
 
 def _on_a_device(measure: Callable[..., Any], mesh: Mesh | AbstractMesh, specs: Any, shapes: Any):
-    """Return what `measure` returns for one device of the mesh.
+    """Return the result of `measure` for one device of the mesh.
 
-    It gets the arrays [local shapes] that the device holds of `shapes`, laid out by `specs`. The
-    result is plain Python values, found while tracing.
+    It receives the arrays [local shapes] that the device holds of `shapes`, laid out by `specs`.
+    The result is plain Python values, found while tracing.
     """
     found = []
 
@@ -197,12 +209,11 @@ def _on_a_device(measure: Callable[..., Any], mesh: Mesh | AbstractMesh, specs: 
 
 
 def _kept(program: Program, rows: int) -> _SavedBytes:
-    """Return the bytes kept between the forward and the backward pass of `rows` sequences on a
-    device.
+    """Return the bytes kept between the forward and the backward pass of `rows` sequences.
 
-    Inputs that are kept, mainly parameters, are counted with the state. Copies of the weights are
-    made before, so that they can be told from inputs: a weight that is cast already is not cast
-    again.
+    They are those of one device. Inputs that are kept, mainly parameters, are counted with the
+    state. Weights are cast in advance, so that their copies can be told from inputs: a weight that
+    is cast already is not cast again.
     """
     experiment, scope, config = program.experiment, program.scope, program.scope.config
     mesh, layout = program.mesh, experiment.mesh
@@ -246,7 +257,7 @@ def _kept(program: Program, rows: int) -> _SavedBytes:
 
 
 def _kept_on_stages(program: Program, rows: int) -> _SavedBytes:
-    """Return `_kept` of all microbatches that are in flight on a stage."""
+    """Return the bytes of `_kept` for all microbatches that are in flight on a stage."""
     e, places, mesh = program.experiment, program.placement, program.mesh
     stages = places.stages
     assert stages is not None
@@ -279,9 +290,9 @@ def _without(tree: Tree, given: Tree) -> list[jax.Array]:
 def _one_layer(program: Program, rows: int) -> int:
     """Return the bytes of one layer while its backward pass runs, beyond those kept for it.
 
-    The scores of one block of queries, their exponentials and the gradient of either, in float32;
-    what the layer keeps without rematerialisation but did not keep with it; and the layer itself
-    with its gradient, where its parameters are gathered.
+    They are the scores of one block of queries, their exponentials and the gradient of either, in
+    float32; what the layer keeps without rematerialisation but not with it; and, where its
+    parameters are gathered, the layer itself with its gradient.
     """
     experiment, mesh, config = program.experiment, program.mesh, program.experiment.model
     length, layout = experiment.data.length, experiment.mesh
@@ -312,10 +323,10 @@ def _one_layer(program: Program, rows: int) -> int:
 
 
 def _logits(program: Program, tokens: int) -> int:
-    """Return the bytes of one chunk of float32 logits [n, v] and of its gradient
-    (losses.cross_entropy).
+    """Return the bytes of one chunk of float32 logits [n, v] and of its gradient.
 
-    They include the teacher's logits if an exit is distilled, and a table that is gathered.
+    The chunk is that of `losses.cross_entropy`. The bytes include the teacher's logits if an exit
+    is distilled, and a table that is gathered.
     """
     config, mesh = program.experiment.model, program.mesh
     rows = config.padded_vocab // mesh.shape[MODEL]

@@ -28,13 +28,14 @@ TENSORBOARD = "tensorboard"
 
 
 def exit_names(config: ModelConfig) -> list[str]:
-    """'exit_3', ..., 'final': what metrics call the exits, in their order."""
+    """Return the names of the exits in metrics, in their order: 'exit_3', ..., 'final'."""
     return [*(e.name for e in config.exits), "final"]
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """The records of a run, in order. Lines that are none, such as a last one cut off by a kill,
-    are left out.
+    """Read the records of a run, in order.
+
+    Lines that are not records, such as a last one cut off by a kill, are left out.
     """
     try:
         lines = (pathlib.Path(workdir) / METRICS).read_bytes().splitlines()
@@ -44,7 +45,7 @@ def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
 
 
 def _unreadable(path: pathlib.Path) -> int:
-    """Lines that are no records, the last one aside, which a kill may cut off at any time."""
+    """Count the lines that are not records, except the last, which a kill may cut off."""
     lines = path.read_bytes().splitlines()[:-1] if path.exists() else []
     return sum(_record(line) is None for line in lines)
 
@@ -61,9 +62,9 @@ def _record(line: bytes) -> dict[str, Any] | None:
 class MetricsWriter:
     """Writer of records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
 
-    A run that resumes after step `resumed` drops what was recorded behind it, so that no step
-    appears twice. Numbers that are not finite become null, and are not drawn. Where something
-    cannot be written, `OSError` names the file.
+    A run that resumes after step `resumed` drops later records, so that no step appears twice.
+    Numbers that are not finite become null, and are not drawn. If a write fails, `OSError` names
+    the file.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, resumed: int = 0):
@@ -77,7 +78,7 @@ class MetricsWriter:
         self._board = _Board(workdir / TENSORBOARD, resumed)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """One record; it is on its way to the disk when this returns."""
+        """Write one record; it is on its way to the disk when this returns."""
 
         def finite(v):
             return v if not isinstance(v, float) or math.isfinite(v) else None
@@ -97,20 +98,20 @@ class MetricsWriter:
 
 
 class NoMetrics:
-    """A `MetricsWriter` of a process that writes none."""
+    """A `MetricsWriter` for processes that write nothing."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Board:
     """TensorBoard's event file, written in this thread.
 
-    tensorboardX's own SummaryWriter writes in another one, which dies unnoticed on a full disk and
-    leaves the run waiting for it forever.
+    tensorboardX's own SummaryWriter writes in another thread, which dies unnoticed on a full disk
+    and leaves the run waiting for it forever.
     """
 
     def __init__(self, folder: pathlib.Path, resumed: int, *, flush_seconds: float = 10.0):
@@ -141,9 +142,9 @@ class _Board:
 
 
 class ProgressBar:
-    """A progress bar with loss, tokens/s and time left; lines now and then without a terminal.
+    """Progress bar with loss, tokens/s and time left; lines at intervals without a terminal.
 
-    Nothing at all where not `shown`.
+    It shows nothing unless `shown`.
     """
 
     def __init__(self, start: int, steps: int, *, every_seconds: float = 10.0, shown: bool = True):
@@ -156,7 +157,7 @@ class ProgressBar:
         )
 
     def update(self, step: int, values: Mapping[str, str]) -> None:
-        """Step `step` is done; `values` are shown as they are."""
+        """Show that step `step` is done; `values` are shown as they are."""
         if self._terminal:
             self._bar.set_postfix(values, refresh=False)
             self._bar.update(step - self._bar.n)
@@ -173,7 +174,7 @@ class ProgressBar:
             self.say(f"step {step}/{self._steps}  {shown}")
 
     def say(self, line: str) -> None:
-        """A line above the bar."""
+        """Print a line above the bar."""
         if not self._shown:
             return
         tqdm.write(line, file=sys.stderr)
@@ -184,7 +185,7 @@ class ProgressBar:
 
 
 def duration(seconds: float) -> str:
-    """'42 s', '3 min 20 s', '2 h 05 min'."""
+    """Format seconds as '42 s', '3 min 20 s' or '2 h 05 min'."""
     s = int(round(seconds))
     if s < 60:
         return f"{s} s"

@@ -27,10 +27,18 @@ Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
 class OptimizerConfig:
     """AdamW (Loshchilov & Hutter 2019) with EE-LLM's settings, and its learning rate.
 
-    The rate rises linearly over `warmup_steps` to `learning_rate` (the peak) and follows
-    `schedule` from there: "cosine" and "linear" fall to `final_fraction` of the peak at the last
-    step, "inverse_sqrt" as sqrt(warmup / step), "constant" stays. Gradients are scaled down to a
-    global norm of `clip_norm` (None: never).
+    The rate rises linearly over `warmup_steps` to the peak and then follows `schedule`.
+
+    Attributes:
+      learning_rate: the peak of the learning rate.
+      final_fraction: share of the peak that "cosine" and "linear" reach at the last step.
+      schedule: "cosine", "linear", "inverse_sqrt" (sqrt(warmup / step)) or "constant".
+      warmup_steps: steps of the linear rise.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added to the denominator.
+      weight_decay: weight decay of matrices.
+      clip_norm: largest global norm of the gradients, which are scaled down to it (None: no limit).
     """
 
     learning_rate: PositiveFloat = 3e-4
@@ -48,7 +56,7 @@ class OptimizerConfig:
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array], jax.Array]:
-    """Return a function of the number of an update (from 0) that gives its rate, a float32 scalar.
+    """Return a function from the number of an update (from 0) to its rate, a float32 scalar.
 
     Update number warmup_steps - 1 is the first at the peak; the last one of a run of `steps` is at
     the final rate.
@@ -69,10 +77,11 @@ def learning_rate(config: OptimizerConfig, steps: int) -> Callable[[jax.Array], 
 
 
 def transformation(config: OptimizerConfig, decays: Tree) -> optax.GradientTransformation:
-    """Clipped gradients -> the direction u of an update, which is p - learning_rate * u.
+    """Return the transformation of gradients into the direction u of an update.
 
-    Unlike optax's own optimizers it neither negates nor scales by the rate: the training step
-    does, with the rate it reports. `decays` is True for the leaves that weight decay applies to.
+    Gradients are clipped first. The update is p - learning_rate * u. Unlike optax's own optimizers
+    this neither negates nor scales by the rate: the training step does, with the rate that it
+    reports. `decays` is True for the leaves that weight decay applies to.
     """
     inner = optax.chain(
         optax.scale_by_adam(config.b1, config.b2, config.eps),

@@ -23,10 +23,14 @@ from eejax.train.scope import Scope
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The parameters of a scope as a run holds them on `mesh`.
+    """Parameters of a scope as a run holds them on `mesh`.
 
-    stages: their places on a pipeline's stages; None where they lie as in the model. Checkpoints
-    and everybody outside of a step know the model's tree alone.
+    Checkpoints, and all code outside of a step, use the model's tree.
+
+    Attributes:
+      scope: the part of the model that is trained.
+      mesh: the devices.
+      stages: layout on a pipeline's stages; None where parameters lie as in the model.
     """
 
     scope: Scope
@@ -35,16 +39,16 @@ class Placement:
 
     @functools.cached_property
     def declarations(self) -> tuple[Tree, Tree]:
-        """(trained, frozen) parameters, as `models.params.abstract` declares a model's."""
+        """Return (trained, frozen) parameters, as `models.params.abstract` declares a model's."""
         return (self.stages or self.scope).declarations()
 
     @property
     def parameters(self) -> Tree:
-        """Declarations of all parameters that the loss reads."""
+        """Return the declarations of all parameters that the loss reads."""
         return join(*self.declarations)
 
     def place(self, tree: Tree) -> Tree:
-        """Move trained or frozen parameters, or anything of their tree, from the model's places."""
+        """Move trained or frozen parameters, or a tree like them, from the model's layout."""
         stages = self.stages
         return tree if stages is None else self._moved(stages, stages.to_stages, tree)
 
@@ -76,14 +80,18 @@ class Placement:
 
     @property
     def moved(self) -> Tree | None:
-        """`Scope.moved` of the parameters as they lie: 1.0 or 0.0 for each leaf or each of its
-        rows; None where all trained parameters move."""
+        """Mask `Scope.moved` in this layout: 1.0 or 0.0 for each leaf or each of its rows.
+
+        It is None if all trained parameters move.
+        """
         moved = self.scope.moved
         return moved if moved is None or self.stages is None else self.stages.to_stages(moved)
 
     def norm(self, tree: Tree) -> jax.Array:
-        """Return the global norm of the trained parameters' gradients, with each parameter
-        counted once."""
+        """Return the global norm of the trained parameters' gradients.
+
+        Each parameter is counted once.
+        """
         if self.stages is None:
             return optax.tree.norm(tree)
         return jax.numpy.sqrt(self.stages.squared_norm(tree))

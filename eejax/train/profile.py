@@ -1,4 +1,4 @@
-"""A trace of a few steps for TensorBoard, XProf or Perfetto, and how much memory is in use."""
+"""A trace of a few steps for TensorBoard, XProf or Perfetto, and the memory in use."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any
 
 from eejax.common.errors import require
 
-STEP = "train"  # what the annotation of a step is called in the trace
+STEP = "train"  # name of a step's annotation in the trace
 FOLDER = "profile"
 
 
 class Profiler:
-    """Traces the steps begin, ..., begin + steps - 1 into `folder`.
+    """Tracer of the steps begin, ..., begin + steps - 1 into `folder`.
 
         with Profiler(workdir / FOLDER, begin=10, steps=5) as profiler:
             for step in ...:
@@ -25,12 +25,11 @@ class Profiler:
                 state, metrics = train_step(state, next(batches))
                 profiler.after(step, metrics)
 
-    The device is waited for at both ends of the window, so that the work of these steps is in the
-    trace and that of no other; whatever else the process does in between (an evaluation) is in it
-    too. A run that resumes inside the window traces what is left of it, one that resumes behind
-    it nothing. Leaving the `with` closes a window that is open, however it is left. A process's
-    first step compiles: a window that begins later shows steps as they usually are. With
-    steps = 0 nothing is done.
+    The host waits for the device at both ends of the window, so that the trace has the work of
+    exactly these steps; anything else that the process does in between (an evaluation) is in it
+    too. A run that resumes inside the window traces the rest of it, one that resumes after it
+    nothing. Leaving the `with` closes an open window, however it is left. A process's first step
+    compiles: a window that begins later shows typical steps. With steps = 0 nothing is done.
 
     Raises:
       ConfigError: no such window.
@@ -46,10 +45,10 @@ class Profiler:
         self._annotation = self._result = None
 
     def before(self, step: int, state: Any) -> None:
-        """Step `step` begins, with what the step before left on the device."""
+        """Begin step `step`, given the state that the previous step left on the device."""
         if step not in self._window:
             return
-        # Late, as everywhere here: a run that traces nothing has nothing to do with the profiler.
+        # Imported late: a run without a trace does not need the profiler.
         import jax
 
         if not self._open:
@@ -61,7 +60,7 @@ class Profiler:
         self._annotation.__enter__()
 
     def after(self, step: int, result: Any) -> None:
-        """Step `step` was dispatched; `result` is of its outputs, its metrics say."""
+        """Note that step `step` was dispatched; `result` is one of its outputs."""
         if not self._open:
             return
         self._leave_step()
@@ -79,10 +78,10 @@ class Profiler:
         if error is None:
             self._close()
             return
-        self._result = None  # of a device that may have failed: not waited for
+        self._result = None  # do not wait for a device that may have failed
         try:
             self._close()
-        except OSError as second:  # what ended the run says more
+        except OSError as second:  # the error that ended the run matters more
             error.add_note(f"and then: {second}")
 
     def _leave_step(self) -> None:
@@ -104,12 +103,11 @@ class Profiler:
 
 
 def device_memory(devices: Iterable[Any]) -> dict[str, float]:
-    """Return the bytes in use and their peak since the process began, for each device of this
-    process.
+    """Return the bytes in use and their peak, for each device of this process.
 
-    Names are 'memory/device_0/bytes_in_use' and 'memory/device_0/peak_bytes', numbered by the
-    device's id. If no device counts them (on a CPU), the process's own peak is
-    'memory/host_peak_bytes'.
+    The peak is since the process began. Names are 'memory/device_0/bytes_in_use' and
+    'memory/device_0/peak_bytes', numbered by the device's id. If no device counts them (on a CPU),
+    the process's own peak is 'memory/host_peak_bytes'.
     """
     found = {}
     for device in devices:
@@ -121,7 +119,9 @@ def device_memory(devices: Iterable[Any]) -> dict[str, float]:
 
 
 def _host_peak() -> int:
-    """Return the peak resident bytes of this process; getrusage counts KiB on Linux, bytes on
-    macOS."""
+    """Return the peak resident bytes of this process.
+
+    getrusage counts KiB on Linux, bytes on macOS.
+    """
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

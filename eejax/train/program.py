@@ -1,4 +1,4 @@
-"""An experiment as what runs it: its optimiser, its state's shape and its compiled steps."""
+"""Program of an experiment: its optimiser, its state's shapes and its compiled steps."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def check_batches(train: TrainConfig, mesh: Mesh | AbstractMesh) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The parts that follow from `experiment` alone, on `mesh`.
+    """Parts that follow from `experiment` alone, on `mesh`.
 
-    An abstract mesh will do for `abstract_state`.
+    An abstract mesh suffices for `abstract_state`.
     """
 
     experiment: Experiment
@@ -42,7 +42,7 @@ class Program:
 
     @property
     def device_mesh(self) -> Mesh:
-        """The mesh. Raises `ValueError` for an abstract one."""
+        """Mesh of devices. Raises `ValueError` for an abstract one."""
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError(f"{self.mesh} has no devices: make the program on a mesh of devices")
         return self.mesh
@@ -86,7 +86,7 @@ class Program:
         )
 
     def check(self) -> None:
-        """Raise `ConfigError` where the model does not fit the mesh, before any work is done.
+        """Raise `ConfigError` if the model does not fit the mesh, before any work is done.
 
         A run that is only read needs no stages, so its experiment may ask to fill their bubbles.
         """
@@ -144,7 +144,7 @@ class Program:
 
     @property
     def layer_dropout(self) -> step.Schedule | None:
-        """step -> the probability [l] of each layer to be left out; None for no layer dropout."""
+        """Schedule step -> probability [l] of leaving out each layer; None without dropout."""
         train, model = self.experiment.train, self.experiment.model
         if not train.layer_dropout:
             return None
@@ -204,12 +204,11 @@ class Program:
 
     @property
     def eval_microbatches(self) -> int:
-        """Parts that an evaluation step takes its batch in: on stages those of a training step."""
+        """Microbatches of an evaluation step; on stages as many as in a training step."""
         return 1 if self.placement.stages is None else self.experiment.train.microbatches
 
 
 def _moving(move: Callable[[Tree], Tree], wanted: state.TrainState):
-    """Return `move` over a state's trees, with results placed like `wanted`; it is compiled
-    once."""
+    """Return a compiled `move` over a state's trees, with results placed like `wanted`."""
     shardings = jax.tree.map(lambda a: a.sharding, wanted)
     return jax.jit(lambda now: state.map_trees(now, now.params, move), out_shardings=shardings)

@@ -25,9 +25,9 @@ def layer_dropout(
 ) -> Callable[[jax.Array], jax.Array]:
     """Return step -> [l] float32, the probability of leaving out each layer for a sample.
 
-    rate * D(l) * S(t): D(l) = exp(l ln 2 / (L - 1)) - 1 grows from 0 at the first layer to 1 at
-    the last; S(t) is 1, or with growth "exponential" exp(t ln 2 / (T - 1)) - 1 over the T `steps`
-    of the run, which training from scratch wants (LayerSkip, Elhoushi et al. 2024, section 4.1).
+    It is rate * D(l) * S(t): D(l) = exp(l ln 2 / (L - 1)) - 1 grows from 0 at the first layer to 1
+    at the last. S(t) is 1, or with growth "exponential" exp(t ln 2 / (T - 1)) - 1 over the T
+    `steps` of the run, for training from scratch (LayerSkip, Elhoushi et al. 2024, section 4.1).
     """
     number = isinstance(rate, int | float) and not isinstance(rate, bool)
     require(number and 0 <= rate < 1, "layer_dropout", rate, "must be in [0, 1)")
@@ -47,8 +47,8 @@ def layer_dropout(
 def averaged(ema: Tree, params: Tree, decay: float, step: jax.Array) -> Tree:
     """Return the exponential moving average of the parameters after update number `step` (from 0).
 
-    ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step)): a long average
-    would otherwise remember the initial values for most of a run.
+    ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step)). A constant, long
+    decay would keep the initial values for most of a run.
     """
     n = step.astype(jnp.float32)
     d = jnp.minimum(decay, (1.0 + n) / (10.0 + n))
@@ -63,8 +63,9 @@ InitialScale = Annotated[float, Interval(ge=MIN_SCALE, le=MAX_SCALE)]
 class LossScale(flax.struct.PyTreeNode):
     """Dynamic loss scaling for float16 (Micikevicius et al. 2018, section 3.2).
 
-    value: float32, what the loss of every exit is multiplied with before the backward pass.
-    clean: int32, steps in a row without an overflow.
+    Attributes:
+      value: float32, factor of the loss of every exit in the backward pass.
+      clean: int32, steps in a row without an overflow.
     """
 
     value: jax.Array

@@ -32,7 +32,7 @@ class RunCheckpoints:
         self._origin: dict[str, Any] = {}
 
     def begin_or_resume(self, base: base_weights.BaseWeights | None) -> RunPosition:
-        """Return the position to go on from: that of the newest usable checkpoint, or the start.
+        """Return the position to continue from: that of the newest usable checkpoint, or the start.
 
         Raises:
           CheckpointError: the checkpoints are of another run, or none is usable.
@@ -57,7 +57,7 @@ class RunCheckpoints:
         self._checkpoints.save(position.step, _trees(state), self._metadata(position))
 
     def wait(self) -> None:
-        """Wait until what was saved is on the disk."""
+        """Wait until all saved checkpoints are on the disk."""
         self._checkpoints.wait()
 
     def save_whole_model(self, position: RunPosition) -> None:

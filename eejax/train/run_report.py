@@ -88,18 +88,18 @@ class RunReport:
         if is_due(step, self._train.log_every) or step == 1 or not metrics["finite"]:
             self._writer.write(step, self._values(metrics, tokens, rate))
 
-    def evaluation(self, step: int, tokens: int, found: Evaluation) -> None:
+    def evaluation(self, step: int, tokens: int, result: Evaluation) -> None:
         """Report an evaluation of the parameters."""
-        self._writer.write(step, found.metrics() | {"tokens_seen": tokens})
-        self._say_losses(step, "validation loss", found)
+        self._writer.write(step, result.metrics() | {"tokens_seen": tokens})
+        self._say_losses(step, "validation loss", result)
 
-    def averaged(self, step: int, found: Evaluation) -> None:
+    def averaged(self, step: int, result: Evaluation) -> None:
         """Report an evaluation of the averaged parameters."""
-        self._writer.write(step, found.metrics("eval_ema"))
-        self._say_losses(step, "averaged weights", found)
+        self._writer.write(step, result.metrics("eval_ema"))
+        self._say_losses(step, "averaged weights", result)
 
     def end(self, step: int, stopped: signal.Signals | None) -> None:
-        """Say that the run is done, or what stopped it."""
+        """Report that the run is done, or which signal stopped it."""
         if stopped is None:
             self._bar.say(f"done: step {step} in {duration(self.clock.total)}")
         else:
@@ -129,7 +129,7 @@ class RunReport:
     def _values(
         self, metrics: Mapping[str, np.ndarray], tokens: int, rate: float | None
     ) -> dict[str, float]:
-        """Collect what is recorded of a step."""
+        """Collect the values that are recorded for a step."""
         values = {"learning_rate": float(metrics["learning_rate"])}
         if metrics["tokens"]:  # a step without a counted token has no loss
             values |= {k: float(metrics[k]) for k in ("loss", "grad_norm")}
@@ -155,7 +155,7 @@ class RunReport:
                 values[f"weight/{name}"] = float(weights[i])
         return values
 
-    def _say_losses(self, step: int, what: str, found: Evaluation) -> None:
-        losses = zip(found.names, found.losses, strict=True)
+    def _say_losses(self, step: int, what: str, result: Evaluation) -> None:
+        losses = zip(result.names, result.losses, strict=True)
         shown = "  ".join(f"{name} {loss:.4f}" for name, loss in losses)
         self._bar.say(f"step {step}: {what}  {shown}")

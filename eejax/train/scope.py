@@ -26,13 +26,14 @@ Start = Literal["copy", "random"]
 class TuneConfig:
     """The part of a model that is trained, where it begins with the weights of `train.base`.
 
-    `part` is "all", or the part that is trained while the rest stays as it is: "trunk" (the
-    embedding and the layers), "heads" (the norms and output embeddings of all exits, a tied one
-    left out), or "exits" (the early exits, on layers that are run and not differentiated:
-    EE-Tuning, Pan et al. 2024). `exits` lists the boundaries of the exits that "exits" trains, ()
-    for all. An exit that the base has goes on from there; a new one starts as `start` says:
-    "copy" as the logit lens (`train.starts.copied_exit`), "random" with the initial values of
-    `train.seed`.
+    Attributes:
+      part: "all", or the part that is trained while the rest stays as it is: "trunk" (the embedding
+        and the layers), "heads" (the norms and output embeddings of all exits, except a tied one),
+        or "exits" (the early exits, on layers that are run and not differentiated: EE-Tuning, Pan
+        et al. 2024).
+      exits: boundaries of the exits that "exits" trains, () for all.
+      start: initial values of new exits: "copy" as the logit lens (`train.starts.copied_exit`),
+        "random" by `train.seed`. An exit of the base continues from its values there.
     """
 
     part: Part = "all"
@@ -47,7 +48,7 @@ class TuneConfig:
             not self.exits or self.part == "exits",
             "TuneConfig.exits",
             self.exits,
-            f"names exits that alone are trained, which tune.part = {self.part!r} does not say",
+            f"must be empty with tune.part = {self.part!r}",
             "Set tune.part to 'exits', or leave tune.exits empty.",
         )
 
@@ -56,12 +57,12 @@ class TuneConfig:
 class Scope:
     """The part of a model that is trained.
 
-    With part "exits", `tuned` names the exits that are trained while all else is frozen (EE-Tuning,
-    Pan et al. 2024). The model then ends at the deepest of them: layers above it, the final exit
-    and other exits are neither loaded nor run, and the loss is that of the tuned exits alone. If
-    the final exit teaches them (`taught`), it and all layers are loaded and run, but not trained.
-    With any other part the whole model is loaded, run and differentiated, and the rest does not
-    move (`moved`).
+    With part "exits", `tuned` names the exits that are trained while everything else is frozen
+    (EE-Tuning, Pan et al. 2024). The model then ends at the deepest of them: layers above it, the
+    final exit and other exits are neither loaded nor run, and the loss is that of the tuned exits
+    alone. If the final exit teaches them (`taught`), it and all layers are loaded and run, but not
+    trained. With any other part the whole model is loaded, run and differentiated, and the rest
+    does not move (`moved`).
     """
 
     config: ModelConfig
@@ -124,7 +125,7 @@ class Scope:
 
     @property
     def depth(self) -> int:
-        """Layers that are run."""
+        """Number of layers that are run."""
         if self.taught:
             return self.config.n_layers
         return max(self.config.exit_boundaries[e] for e in self.which)
@@ -151,11 +152,11 @@ class Scope:
         )
 
     def trains(self, name: str) -> bool:
-        """Tell whether a leaf, such as 'exits/exit_3/norm/scale', is trained."""
+        """Return whether a leaf, such as 'exits/exit_3/norm/scale', is trained."""
         return self.tuned is None or _exit(name) in self.tuned
 
     def reads(self, name: str) -> bool:
-        """Tell whether the loss reads a leaf at all."""
+        """Return whether the loss reads a leaf at all."""
         if self.tuned is None or self.trains(name):
             return True
         heads = {e.head for e in self.config.exits if e.name in self.tuned}

@@ -1,6 +1,6 @@
-"""Stopping a run politely: the first signal asks, a second Ctrl-C insists.
+"""Stop of a run by signals: the first stops it after the step, a second Ctrl-C at once.
 
-Several processes stop at the same step, whichever of them was asked.
+Several processes stop at the same step, whichever of them received the signal.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ REPEATS = 0.5  # seconds in which a wrapper may deliver the same Ctrl-C once mor
 
 
 class StopRequest:
-    """While entered, SIGINT and SIGTERM only set `signal`; a second SIGINT ends the process.
+    """Context in which SIGINT and SIGTERM only set `signal`; a second SIGINT ends the process.
 
-    A second one within `REPEATS` seconds is the same Ctrl-C and is ignored. The second is noticed
-    even while the main thread is inside a compilation, where Python runs no handlers. Outside the
-    main thread nothing is caught and `signal` stays None.
+    A second SIGINT within `REPEATS` seconds is the same Ctrl-C and is ignored. The second one is
+    noticed even while the main thread is inside a compilation, where Python runs no handlers.
+    Outside the main thread no signal is caught and `signal` stays None.
     """
 
     def __init__(self):
@@ -67,11 +67,11 @@ class StopRequest:
 
 
 class Stopping:
-    """The signal at which all processes of a run stop.
+    """Agreement of all processes of a run on the signal at which they stop.
 
-    Each casts its own vote behind every step, and counts it when it fetches that step's metrics:
-    the same votes after the same step, so that all learn of a signal in the same place. A single
-    process has nobody to ask, and stops at its own signal at once.
+    Each process votes after every step, and counts the votes when it fetches that step's metrics.
+    All count the same votes after the same step, so all learn of a signal at the same place. A
+    single process stops at its own signal at once.
     """
 
     def __init__(self, stop: StopRequest, mesh: Mesh):
@@ -80,7 +80,7 @@ class Stopping:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal to stop at, None until it is time."""
+        """Signal to stop at, None until it is time."""
         if self._ballot is None:
             return self._stop.signal
         return signal.Signals(self._agreed) if self._agreed else None

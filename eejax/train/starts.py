@@ -1,9 +1,9 @@
 """Initial values of exits that a trained model does not have: they begin as the logit lens.
 
-An exit's MLP or block stands on the residual stream. Copied alone, without the layers that it was
-trained between, it would be applied to states that it never saw, and nothing bounds the loss that
-an exit starts at. So what the copy adds to the stream starts at zero, as in ReZero (Bachlechner et
-al. 2020) or LoRA (Hu et al. 2021), and training lets it in.
+An exit's MLP or block stands on the residual stream. A plain copy, without the layers that it was
+trained between, would be applied to states that it was not trained on, and the exit's initial loss
+would have no bound. The copy's contribution to the stream therefore starts at zero, as in ReZero
+(Bachlechner et al. 2020) or LoRA (Hu et al. 2021), and grows in training.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
 
     Args:
       base: parameters of a model of `config`, which may lack layers that are not copied.
-      config: the model's; its own exits do not matter.
+      config: the model's configuration; its own exits do not matter.
       e: the exit.
 
     Returns:
       norm: the final exit's. head, head_bias: the final exit's output embedding. mlp: that of the
       layer below the boundary (above it at boundary 0) with the norm it reads. block: the last
-      layer. What MLP and block add to the residual stream starts at zero. What the model has no
-      counterpart of is left out.
+      layer. The contribution of MLP and block to the residual stream starts at zero. Parameters
+      without a counterpart in the model are left out.
 
     Raises:
       ConfigError: a block in a model with norms on the residual stream itself, where no block

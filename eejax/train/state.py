@@ -24,11 +24,17 @@ from eejax.train.scope import Scope
 
 
 class TrainState(flax.struct.PyTreeNode):
-    """`step` counts the steps taken, skipped ones included; both counts are int32 scalars.
+    """State that a training step reads and writes.
 
-    `frozen` are parameters that the loss reads and no step changes; they have no optimiser state
-    and are in no checkpoint of the run (`train.scope`). `ema` are the averaged parameters, {}
-    where none are kept; `loss_scale` is None unless the model computes in float16.
+    Attributes:
+      step: int32 number of steps taken, skipped ones included.
+      params: the trained parameters.
+      opt_state: the optimiser's state.
+      skipped: int32 number of skipped steps.
+      frozen: parameters that the loss reads and no step changes; they have no optimiser state and
+        are in no checkpoint of the run (`train.scope`).
+      ema: the averaged parameters, {} without an average.
+      loss_scale: None unless the model computes in float16.
     """
 
     step: jax.Array
@@ -72,7 +78,7 @@ def begin(
 ) -> TrainState:
     """Return the initial state of trained `values`; frozen parameters are passed separately.
 
-    `ema` says whether their average is kept; `loss_scale` is the first one, None for no scaling.
+    `ema` says whether their average is kept; `loss_scale` is the first scale, None for no scaling.
     """
     zero = jnp.zeros((), jnp.int32)
     return TrainState(
@@ -117,10 +123,10 @@ def portable(
     ema: bool = False,
     loss_scale: float | None = None,
 ) -> TrainState:
-    """Return the state as it is saved, as shape structs of the model's tree, spread over all
-    devices.
+    """Return the state as it is saved, as shape structs of the model's tree.
 
-    Its shapes do not depend on `mesh`. Frozen parameters are not part of it.
+    The leaves are spread over all devices. Their shapes do not depend on `mesh`. Frozen parameters
+    are not part of the state.
     """
     trained = rules.structs(scope.declarations()[0], mesh, (PIPE, DATA))
     return _laid_out(trained, trained, {}, optimizer, mesh, ema, loss_scale)
@@ -158,8 +164,10 @@ def _laid_out(
 
 
 def map_trees(state: TrainState, like: Tree, f: Callable[[Tree], Tree]) -> TrainState:
-    """Apply `f` to parameters, their average and every tree of moments: all that are `like`
-    them."""
+    """Apply `f` to the parameters, their average and every tree of moments.
+
+    Those are all the trees that have the structure of `like`.
+    """
     structure = jax.tree.structure(like)
 
     def of_this_shape(node):

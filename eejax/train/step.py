@@ -45,7 +45,7 @@ GradientSums = Callable[[TrainState, jax.Array, jax.Array | None, Arrays], Batch
 def put_batch(
     batch: Mapping[str, np.ndarray], mesh: Mesh, shard: tuple[int, int] = (0, 1)
 ) -> dict[str, jax.Array]:
-    """Cut a global batch over the data axis; each process gives the rows it has.
+    """Shard a global batch over the data axis; each process passes the rows it has.
 
     Args:
       batch: arrays [rows, t], at least the rows that belong on this process's devices.
@@ -212,7 +212,7 @@ def gradient_sums(
     objective: LossObjective,
     sparse: bool,
 ) -> GradientSums:
-    """Return the gradients' function for a mesh of data and model.
+    """Return the function of summed gradients for a mesh of data and model axes.
 
     The settings are those of `make_train_step`.
 
@@ -245,9 +245,9 @@ def gradient_sums(
         )
 
     def local(params, frozen, weights, rates, batch, step):
-        # Varying over data from the start: no sum over it hides in the backward pass, all of it is
-        # one at the end. What is whole on every shard of the model axis (norms, biases behind a
-        # sum) stays so: where it meets values that are not, autodiff sums its gradient.
+        # Parameters vary over data from the start, so the backward pass has no hidden sums over it;
+        # there is one sum at the end. Parameters that are whole on every shard of the model axis
+        # (norms, biases behind a sum) stay so: autodiff sums their gradients where necessary.
         weights, rates = _vary((weights, rates))
         params = local_parameters(params, param_specs)
         frozen = local_parameters(frozen, frozen_specs)
@@ -259,7 +259,7 @@ def gradient_sums(
         keys = None
         if config.dropout or rates is not None or objective.exit_tokens < 1:
             keys = part(_sample_keys(seed, step, batch["tokens"].shape[0]))
-        # What each exit sends into the trunk comes out as the gradient of its probe.
+        # The gradient of an exit's probe is what the exit sends into the trunk.
         trained = params, None if scope.tuned else jnp.zeros_like(weights)
 
         def one(part):
@@ -314,7 +314,7 @@ def pipelined_sums(
     objective: LossObjective,
     sparse: bool,
 ) -> GradientSums:
-    """Return the gradients' function for a state that lies on stages, as `gradient_sums`."""
+    """Return the function of `gradient_sums` for a state that lies on stages."""
     keys = functools.partial(_sample_keys, seed)
     on_stages = places.stages
     assert on_stages is not None
@@ -339,12 +339,13 @@ def pipelined_sums(
 class Update:
     """Part of a step from summed gradients to the next state.
 
+    Attributes not listed are as in `make_train_step`.
+
     Attributes:
-      optimizer, learning_rate, clip_norm, ema, loss_scale_interval: as in `make_train_step`.
-      moments: where each parameter's moments lie. A parameter is updated in these parts, and
+      moments: layout of each parameter's moments. A parameter is updated in these parts, and
         gathered if it lies whole.
       norm: the norm of all gradients.
-      moved: of each parameter where it is positive what is updated; None for everything.
+      moved: for each parameter a mask that is positive where it is updated; None for everything.
     """
 
     optimizer: optax.GradientTransformation
@@ -384,7 +385,7 @@ class Update:
         if self.moments is not None:
             params = lax.with_sharding_constraint(params, self.moments)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params)
-        updates = self._only_moved(updates)  # weight decay, too
+        updates = self._only_moved(updates)  # includes weight decay
         moved = jax.tree.map(lambda p, u: p - rate * u, params, updates)
 
         average, scaling = state.ema, state.loss_scale

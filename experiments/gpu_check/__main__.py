@@ -4,17 +4,17 @@
     JAX_PLATFORMS=cpu eejax gpu-check --dry_run --out=runs/dry
 
 It needs no workdir and no network. Each stage runs in processes of its own, and prints one JSON
-line when it ends: its name, whether all went well, seconds, and figures, or the error beside what
-was measured before it. The parts of a stage share its time, but for a part that is named by itself,
-as STAGE:PART. Results and logs go to --out. docs/GPU.md says what the figures decide.
+line when it ends: its name, whether all went well, seconds, and figures, or the error beside the
+earlier measurements. The parts of a stage share its time, except a part that is named by itself, as
+STAGE:PART. Results and logs go to --out. docs/GPU.md says what the figures decide.
 
-smoke: versions, rates of copies and products, kernels beside float64. decode: engines beside their
-oracle; time, launches and copies of a token. train: time and memory of a step, beside PyTorch.
-batch: continuous batching with exits and without. serve: a server with clients. helios: two models
-under a controller, and their energy.
+smoke: versions, rates of copies and products, kernels against float64. decode: engines against
+their oracle; time, launches and copies of a token. train: time and memory of a step, against
+PyTorch. batch: continuous batching with exits and without. serve: a server with clients. helios:
+two models under a controller, and their energy.
 
---dry_run compiles every program of the stages for a card that is not there, and runs the stages
-with tiny models on the CPU. Its figures of time say nothing.
+--dry_run compiles every program of the stages for a card that need not exist, and runs the stages
+with tiny models on the CPU. Its times mean nothing.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from eejax.experiments import launch
 from eejax.experiments.gpu_check import stages
 
 _STAGES = flags.DEFINE_list(
-    "stages", ["all"], "Names of stages, or STAGE:PART, in order; all: each of the stages."
+    "stages", ["all"], "Names of stages, or STAGE:PART, in order; all: every stage."
 )
 _OUT = flags.DEFINE_string("out", None, "The folder of results and logs.")
 _SECONDS = flags.DEFINE_float(
     "seconds",
     None,
-    "Time limit of each stage or part that is named; by default 300, and 7200 with --dry_run.",
+    "Seconds for each named stage or part; by default 300, and 7200 with --dry_run.",
     lower_bound=1.0,
 )
 _SMALL = flags.DEFINE_bool("small", False, "Tiny models, for a trial.")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Compile without a GPU, and try out on the CPU.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Compile without a GPU, and run on the CPU.")
 _CARD = flags.DEFINE_enum("card", "h100", ("a100", "h100"), "The GPU that --dry_run compiles for.")
 flags.mark_flags_as_required(["out"])
 
 LONG = ("names", "threads", "log", "errors")
-"""Fields of results that are in their files alone."""
+"""Fields of results that only their files have."""
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def brief(value: Any) -> Any:
-    """Leave out of a result what only its file has, and round numbers."""
+    """Leave out the parts of a result that only its file has, and round numbers."""
     if isinstance(value, dict):
         return {k: brief(v) for k, v in value.items() if k not in LONG}
     return float(f"{value:.4g}") if isinstance(value, float) else value
@@ -78,7 +78,7 @@ def chosen(names: list[str]) -> list[stages.GpuStage]:
     """Find stages, and parts of stages, by their names.
 
     Raises:
-      ConfigError: for a name there is not, for none, and for others beside all.
+      ConfigError: for an unknown name, for no name, and for names beside "all".
     """
     if names == ["all"]:
         return [*stages.STAGES]

@@ -1,7 +1,7 @@
-"""Continuous batching: requests that leave by exits drawn beforehand, beside ones that never leave.
+"""Continuous batching: requests that leave by drawn exits, against requests that never leave.
 
 Each request has an exit of its own, drawn from a seed, by which all of its tokens leave: gates are
-"fixed", and thresholds turn the other exits off. Text and rounding change nothing of the work.
+"fixed", and thresholds turn the other exits off. Text and rounding do not change the work.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ class BatchStageSizes:
 
     Attributes:
       model: the model.
-      context, prompt, new: tokens.
-      chunks: prompt tokens of a step, of which each is measured.
-      calls: calls that costs are fitted to.
+      context: tokens of a slot.
+      prompt: tokens of a prompt.
+      new: generated tokens.
+      chunks: prompt tokens of a step, each of which is measured.
+      calls: calls to which costs are fitted.
       repeats: timed runs.
       metered: seconds over which energy is counted.
     """
@@ -53,28 +55,30 @@ def sizes(check: StageCheck) -> BatchStageSizes:
 
 
 def run(check: StageCheck) -> None:
-    own, slots = sizes(check), 2 if check.small else int(check.part)
-    config = own.model.config(own.context)
+    setup, slots = sizes(check), 2 if check.small else int(check.part)
+    config = setup.model.config(setup.context)
     params = weights(config)
-    check.measure("full", lambda: full(own, params, slots))
-    for chunk in reversed(own.chunks):
-        check.measure(f"chunk {chunk}", partial(batched, own, params, slots, chunk))
-    check.measure("costs", lambda: costs(own, params, slots))
+    check.measure("full", lambda: full(setup, params, slots))
+    for chunk in reversed(setup.chunks):
+        check.measure(f"chunk {chunk}", partial(batched, setup, params, slots, chunk))
+    check.measure("costs", lambda: costs(setup, params, slots))
 
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the engines' loops for every number of slots and chunk."""
     from eejax.inference.options import CHUNKS
 
-    own = sizes(check)
-    config = own.model.config(own.context)
+    setup = sizes(check)
+    config = setup.model.config(setup.context)
     named = (int(check.part),) if check.part else (8, 64)
     for slots in (2,) if check.small else named:
-        one = dict(config=config, slots=slots, cache=own.context, options=full_options())
+        one = dict(config=config, slots=slots, cache=setup.context, options=full_options())
         yield f"full {slots} slots", partial(card_programs.slots, **one)
         default = min(CHUNKS["gpu"], config.context_length)
-        for chunk in dict.fromkeys((*own.chunks, default)):
-            one = dict(config=config, slots=slots, cache=own.context, options=batch_options(chunk))
+        for chunk in dict.fromkeys((*setup.chunks, default)):
+            one = dict(
+                config=config, slots=slots, cache=setup.context, options=batch_options(chunk)
+            )
             yield f"batched {slots} slots, chunk {chunk}", partial(card_programs.slots, **one)
 
 
@@ -92,7 +96,7 @@ def batch_options(chunk: int | None):
     return EngineOptions(chunk=chunk)
 
 
-def drawn(config, slots: int, seed: int = 0) -> np.ndarray:
+def draw_thresholds(config, slots: int, seed: int = 0) -> np.ndarray:
     """Draw thresholds [slots, exits]: each request leaves by one exit, or by the final one."""
     rng = np.random.default_rng(seed)
     chosen = rng.permutation(np.arange(slots) % len(SHARES)) if slots < 4 else _apportioned(slots)
@@ -101,20 +105,20 @@ def drawn(config, slots: int, seed: int = 0) -> np.ndarray:
 
 
 def _apportioned(slots: int) -> np.ndarray:
-    """Return exits of so many requests, as near to `SHARES` as whole numbers are."""
+    """Return exits of `slots` requests, as near to `SHARES` as whole numbers are."""
     ends = np.round(np.cumsum(SHARES) * slots).astype(int)
     return np.repeat(np.arange(len(SHARES)), np.diff([0, *ends]))
 
 
-def engine(own: BatchStageSizes, params, slots: int, chunk: int | None = None):
+def engine(setup: BatchStageSizes, params, slots: int, chunk: int | None = None):
     from eejax.inference.engine import EarlyExitEngine
 
-    config = own.model.config(own.context)
+    config = setup.model.config(setup.context)
     return EarlyExitEngine.make(params, config, batch_options(chunk), slots=slots)
 
 
 def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
-    """Return seconds of all prompts up to their first tokens, and of a token behind them."""
+    """Return seconds of all prompts up to their first tokens, and of a token after them."""
     import time
 
     begun, each = [], []
@@ -129,68 +133,68 @@ def timed(steady: SteadyBatch, repeats: int) -> tuple[float, float]:
 
 
 def joules_per_token(steady: SteadyBatch, seconds: float) -> float | None:
-    """Return the joules of a token behind the prompts; None where the device counts none."""
+    """Return the joules of a token after the prompts; None if the device counts none."""
     joules = mean_joules(steady.finish, steady.start, seconds)
     return None if joules is None else joules / steady.tokens[-1]
 
 
-def full(own: BatchStageSizes, params, slots: int) -> dict[str, float]:
-    """Time the engine `full`, with as many slots."""
+def full(setup: BatchStageSizes, params, slots: int) -> dict[str, float]:
+    """Time the engine `full`, with the same number of slots."""
     from eejax.inference.engine import EarlyExitEngine
 
-    config = own.model.config(own.context)
+    config = setup.model.config(setup.context)
     made = EarlyExitEngine.make(params, config, full_options(), slots=slots)
-    texts = prompts(config, slots, own.prompt)
-    steady = SteadyBatch(made, texts, slots * own.new)
-    begun, each = timed(steady, own.repeats)
+    texts = prompts(config, slots, setup.prompt)
+    steady = SteadyBatch(made, texts, slots * setup.new)
+    begun, each = timed(steady, setup.repeats)
     return dict(
         prompts_ms=1e3 * begun,
         tokens_per_second=1 / each,
-        joules_per_token=joules_per_token(steady, own.metered),
+        joules_per_token=joules_per_token(steady, setup.metered),
     )
 
 
-def batched(own: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, Any]:
+def batched(setup: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, Any]:
     """Time the engine `batched` at a chunk, with exits and without."""
-    made = engine(own, params, slots, chunk)
-    texts = prompts(made.config, slots, own.prompt)
-    without = SteadyBatch(made, texts, slots * own.new)
-    exits = drawn(made.config, slots)
-    leaving = SteadyBatch(made, texts, slots * own.new, exits, gate="fixed")
-    begun, each = timed(without, own.repeats)
-    _, each_leaving = timed(leaving, own.repeats)
+    made = engine(setup, params, slots, chunk)
+    texts = prompts(made.config, slots, setup.prompt)
+    without = SteadyBatch(made, texts, slots * setup.new)
+    exits = draw_thresholds(made.config, slots)
+    leaving = SteadyBatch(made, texts, slots * setup.new, exits, gate="fixed")
+    begun, each = timed(without, setup.repeats)
+    _, each_leaving = timed(leaving, setup.repeats)
     boundaries = np.array(made.config.exit_boundaries)
     depth = np.where((exits == 0).any(1), boundaries[(exits == 0).argmax(1)], boundaries[-1]).mean()
     by_layers = float(made.config.n_layers / depth)
     return dict(
         prompts_ms=1e3 * begun,
-        prompt_tokens_per_second=slots * own.prompt / begun,
+        prompt_tokens_per_second=slots * setup.prompt / begun,
         tokens_per_second=1 / each,
         leaving_tokens_per_second=1 / each_leaving,
         speedup=each / each_leaving,
         speedup_by_layers=by_layers,
         share_of_layer_ratio=each / each_leaving / by_layers,
-        joules_per_token=joules_per_token(without, own.metered),
-        leaving_joules_per_token=joules_per_token(leaving, own.metered),
+        joules_per_token=joules_per_token(without, setup.metered),
+        leaving_joules_per_token=joules_per_token(leaving, setup.metered),
     )
 
 
-def costs(own: BatchStageSizes, params, slots: int) -> dict[str, Any]:
+def costs(setup: BatchStageSizes, params, slots: int) -> dict[str, Any]:
     """Fit the costs of the engine's work, and compare the plan that they suggest with none."""
     from eejax.inference import batch_costs
     from eejax.inference.batch_simulator import best_plan
 
-    made = engine(own, params, slots)
-    texts = prompts(made.config, slots, own.prompt)
-    fitted = batch_costs.measure(made, texts, calls=own.calls)
-    exits = drawn(made.config, slots)
-    traces = batch_costs.trace_requests(made, texts, own.new, threshold=exits, gate="fixed")
+    made = engine(setup, params, slots)
+    texts = prompts(made.config, slots, setup.prompt)
+    fitted = batch_costs.measure(made, texts, calls=setup.calls)
+    exits = draw_thresholds(made.config, slots)
+    traces = batch_costs.trace_requests(made, texts, setup.new, threshold=exits, gate="fixed")
     found = best_plan(traces, fitted, batch_costs.engine_sizes(made))
     planned = dataclasses.replace(made, plan=found.plan)
     seconds = {}
     for name, one in (("no plan", made), ("planned", planned)):
-        steady = SteadyBatch(one, texts, slots * own.new, exits, gate="fixed")
-        seconds[name] = timed(steady, own.repeats)[1]
+        steady = SteadyBatch(one, texts, slots * setup.new, exits, gate="fixed")
+        seconds[name] = timed(steady, setup.repeats)[1]
     return dict(
         fitted=dataclasses.asdict(fitted),
         chunk=made.options.chunk,

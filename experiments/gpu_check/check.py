@@ -1,4 +1,4 @@
-"""A part of a stage that is under way, whose figures are reported as soon as they are known."""
+"""A running part of a stage, whose figures are written as soon as they are known."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ METERED = 3.0
 
 @dataclasses.dataclass
 class StageCheck:
-    """A part of a stage that is under way.
+    """A running part of a stage.
 
     Attributes:
       part: the part's name.
       out: the folder of results and logs.
-      name: of the part's own files in it.
-      small: use tiny models.
+      name: name of the part's own files there.
+      small: whether to use tiny models.
       card: a name in `kernels.aot.CARDS`, to compile for.
-      deadline: when to begin no other measurement, by `time.monotonic`.
-      figures: what was found.
-      errors: what went wrong, by the measurement's name.
+      deadline: the time after which no measurement begins, by `time.monotonic`.
+      figures: results by name.
+      errors: errors by the measurement's name.
       not_measured: measurements for which no time was left.
     """
 
@@ -46,7 +46,7 @@ class StageCheck:
     not_measured: list[str] = dataclasses.field(default_factory=list)
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the deadline."""
         return self.deadline - time.monotonic()
 
@@ -54,9 +54,9 @@ class StageCheck:
         """Run a measurement unless time is up; keep its result, or its error.
 
         Returns:
-          What it returned; None where it failed or was left out.
+          its result; None if it failed or was left out.
         """
-        if self.left <= 0:
+        if self.seconds_left <= 0:
             self.not_measured.append(name)
             self.write()
             return None
@@ -75,7 +75,7 @@ class StageCheck:
         return found
 
     def write(self) -> None:
-        """Write what is known so far, whole or not at all."""
+        """Write the results so far, atomically."""
         known = dict(figures=self.figures, errors=self.errors, not_measured=self.not_measured)
         text = json.dumps({k: v for k, v in known.items() if v}, default=_plain)
         path = self.out / f"{self.name}.partial.json"
@@ -127,10 +127,10 @@ def median_seconds(run: Callable[[], Any], repeats: int, before: Callable[[], An
 
 
 def mean_joules(run: Callable[[], Any], before: Callable[[], Any], seconds: float) -> float | None:
-    """Return the joules that JAX's device spends in a run; None where nothing counts them.
+    """Return the joules that JAX's device spends in a run; None if nothing counts them.
 
-    The counter advances in ticks and `before` takes power too. So both are repeated for so many
-    seconds, then `before` alone, and the difference of a turn is the run's.
+    The counter advances in ticks and `before` takes power too. Both are therefore repeated for
+    `seconds`, then `before` alone, and the difference of a turn is the run's.
     """
     from eejax.helios.energy import meter
 

@@ -1,4 +1,7 @@
-"""One process of a stage: `python -m eejax.experiments.gpu_check.child JSON`, begun by `stages`."""
+"""One process of a stage, started by `stages`.
+
+Its command is `python -m eejax.experiments.gpu_check.child JSON`.
+"""
 
 from __future__ import annotations
 

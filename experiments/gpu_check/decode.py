@@ -1,8 +1,8 @@
-"""Engines beside their oracle, and the time, bytes, launches and copies of a decoded token.
+"""Engines against their oracle, and the time, bytes, launches and copies of a decoded token.
 
-Part "engines" holds each engine to the post-hoc pass. Part "calls" times tokens with the kernels
-and without, in all forms of calls. The other parts time tokens at full depth, and forced out by
-each exit, under three settings of CUDA graphs.
+Part "engines" compares each engine with the post-hoc pass. Part "calls" times tokens with the
+kernels and without, in all forms of calls. The other parts time tokens at full depth, and forced
+out by each exit, under three settings of CUDA graphs.
 """
 
 from __future__ import annotations
@@ -41,10 +41,12 @@ class DecodeSizes:
 
     Attributes:
       model: the model, with exits after 1/4 and 1/2 of its layers.
-      compared: a smaller model, on which engines are held to their oracle.
-      context, prompt, new: tokens.
+      compared: a smaller model, on which engines are compared with their oracle.
+      context: tokens of a slot.
+      prompt: tokens of a prompt.
+      new: generated tokens.
       batches: requests at once.
-      width: a factor of random weights: texts of larger ones vary, and are seldom nearly tied.
+      width: factor of random weights: with larger weights texts vary, and are seldom nearly tied.
     """
 
     model: card_programs.ModelSize = card_programs.BILLION
@@ -75,35 +77,35 @@ def run(check: StageCheck) -> None:
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the decoding loops, and the passes of prompts, in every form that is measured."""
-    own = sizes(check)
+    setup = sizes(check)
     if check.part in ("", "engines"):
-        yield from _compared_programs(own)
+        yield from _compared_programs(setup)
     if check.part == "engines":
         return
     check.figures["call_forms"] = call_forms()
-    config = own.model.config(own.context)
-    for batch in own.batches:
-        one = partial(_generation, "", config, batch, own.prompt, own.new + 1)
+    config = setup.model.config(setup.context)
+    for batch in setup.batches:
+        one = partial(_generation, "", config, batch, setup.prompt, setup.new + 1)
         if check.part != "calls":
-            yield from one("recompute", token_options(own, "recompute"), own.new)
-        yield from one("full", token_options(own, "full"), own.new)
+            yield from one("recompute", token_options(setup, "recompute"), setup.new)
+        yield from one("full", token_options(setup, "full"), setup.new)
         if check.part in ("", "calls"):
             for way in call_ways():
-                one = partial(_generation, way, config, batch, own.prompt, own.new + 1)
-                yield from one("full", token_options(own, "full"), own.new)
+                one = partial(_generation, way, config, batch, setup.prompt, setup.new + 1)
+                yield from one("full", token_options(setup, "full"), setup.new)
 
 
-def _compared_programs(own: DecodeSizes) -> Iterator[tuple[str, Callable]]:
+def _compared_programs(setup: DecodeSizes) -> Iterator[tuple[str, Callable]]:
     from eejax.inference.state import power_of_two
 
-    steps = power_of_two(own.new)
+    steps = power_of_two(setup.new)
     for dtype in TIES:
-        config, way = own.compared.config(own.context, dtype=dtype), exactness(dtype)
-        one = partial(_generation, way, config, COMPARED_ROWS, compared_prompt(own), own.new)
+        config, way = setup.compared.config(setup.context, dtype=dtype), exactness(dtype)
+        one = partial(_generation, way, config, COMPARED_ROWS, compared_prompt(setup), setup.new)
         for engine, options in compared_options().items():
             for name, build in one(engine, options, steps):
                 yield f"{name} {dtype}", build
-        slots = dict(slots=COMPARED_ROWS, cache=own.context, options=compared_batch_options())
+        slots = dict(slots=COMPARED_ROWS, cache=setup.context, options=compared_batch_options())
         build = partial(card_programs.slots, config=config, **slots)
         yield f"batched {dtype}", partial(_within, way, build)
 
@@ -136,18 +138,19 @@ def exactness(dtype: str) -> str:
     return "exact" if dtype == "float32" else ""
 
 
-def token_options(own: DecodeSizes, engine: str):
+def token_options(setup: DecodeSizes, engine: str):
     """Return the options of an engine that is timed.
 
-    Nobody goes deeper, as the cap lies above the tokens. Caches of all engines have one length.
+    No token is forced deeper, as the cap lies above the tokens. Caches of all engines have one
+    length.
     """
     from eejax.inference import EngineOptions
 
-    return EngineOptions(engine, cap=own.new + 8, buckets=(1,))
+    return EngineOptions(engine, cap=setup.new + 8, buckets=(1,))
 
 
 def compared_options() -> dict[str, Any]:
-    """Return the options of the oracle and of the engines that are held to it, by name."""
+    """Return the options of the oracle and of the engines that are compared with it, by name."""
     from eejax.inference import EngineOptions
 
     return {
@@ -158,15 +161,15 @@ def compared_options() -> dict[str, Any]:
 
 
 def compared_batch_options():
-    """Return the options of the engine `batched` that is held to the oracle."""
+    """Return the options of the engine `batched` that is compared with the oracle."""
     from eejax.inference.options import EngineOptions
 
     return EngineOptions(cap=4)
 
 
-def compared_prompt(own: DecodeSizes) -> int:
+def compared_prompt(setup: DecodeSizes) -> int:
     """Return the tokens of prompts for which engines are compared."""
-    return own.prompt // 4
+    return setup.prompt // 4
 
 
 @contextlib.contextmanager
@@ -194,7 +197,7 @@ def cache_length(prompt: int, new: int, options) -> int:
 
 
 def positions_read(prompt: int, new: int) -> float:
-    """Return the positions, on average, that attention reads in `new` steps behind a prompt."""
+    """Return the mean positions that attention reads in `new` steps after a prompt."""
     return prompt + (new + 1) / 2
 
 
@@ -216,7 +219,7 @@ def prompts(config, batch: int, length: int, seed: int = 1) -> list[list[int]]:
     return rng.integers(0, config.vocab_size, (batch, length)).tolist()
 
 
-def engines(own: DecodeSizes, dtype: str) -> dict[str, Any]:
+def engines(setup: DecodeSizes, dtype: str) -> dict[str, Any]:
     """Compare the texts of engines with those of the post-hoc pass.
 
     Returns:
@@ -228,27 +231,27 @@ def engines(own: DecodeSizes, dtype: str) -> dict[str, Any]:
     """
     from eejax.inference import Generator
 
-    config, found = own.compared.config(own.context, dtype=dtype), {}
+    config, found = setup.compared.config(setup.context, dtype=dtype), {}
     with settings_of(exactness(dtype)):
-        params = weights(config, own.width)
-        texts = prompts(config, COMPARED_ROWS, compared_prompt(own))
+        params = weights(config, setup.width)
+        texts = prompts(config, COMPARED_ROWS, compared_prompt(setup))
         made = {n: Generator.make(params, config, o) for n, o in compared_options().items()}
         oracle = made["posthoc"]
-        seen = oracle.generate(texts, own.new, threshold=0.0, gate="max_probability")
-        # By such a threshold half of the tokens of the first exit leave there.
+        seen = oracle.generate(texts, setup.new, threshold=0.0, gate="max_probability")
+        # With this threshold half of the tokens leave by the first exit.
         threshold = float(np.median(seen.confidences))
-        right = oracle.generate(texts, own.new, threshold=threshold)
-        whole = oracle.generate(texts, own.new)
+        right = oracle.generate(texts, setup.new, threshold=threshold)
+        whole = oracle.generate(texts, setup.new)
         others = {
-            "recompute": (right, made["recompute"].generate(texts, own.new, threshold=threshold)),
-            "speculative": (whole, made["speculative"].generate(texts, own.new)),
+            "recompute": (right, made["recompute"].generate(texts, setup.new, threshold=threshold)),
+            "speculative": (whole, made["speculative"].generate(texts, setup.new)),
         }
         for name, (oracle_result, result) in others.items():
             exits = name != "speculative"
             found[name] = differences(
                 oracle_result, result.tokens, result.exits if exits else None, TIES[dtype]
             )
-        tokens, exits = batched(params, config, texts, own.new, threshold)
+        tokens, exits = batched(params, config, texts, setup.new, threshold)
         found["batched"] = differences(right, tokens, exits, TIES[dtype])
     early = float((right.exits < config.n_exits).mean())
     found |= dict(threshold=threshold, left_early=early, tie=TIES[dtype])
@@ -275,7 +278,7 @@ def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarr
         came[int(id_)] += tokens
 
     def pick(what):
-        return np.array([[getattr(t, what) for t in own] for own in came])
+        return np.array([[getattr(t, what) for t in setup] for setup in came])
 
     return pick("id"), pick("exit")
 
@@ -283,7 +286,7 @@ def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarr
 def differences(oracle, tokens: np.ndarray, exits: np.ndarray | None, tie: float) -> dict[str, Any]:
     """Count the texts that differ from an oracle's, and those for which rounding accounts.
 
-    A text is compared up to its first difference: what follows has another beginning.
+    A text is compared up to its first difference: the rest has another beginning.
     """
     unlike = oracle.tokens != tokens
     if exits is not None:
@@ -300,34 +303,34 @@ def differences(oracle, tokens: np.ndarray, exits: np.ndarray | None, tie: float
 
 def times(check: StageCheck) -> None:
     """Time tokens at full depth, and forced out by each exit."""
-    own = sizes(check)
-    config = own.model.config(own.context)
+    setup = sizes(check)
+    config = setup.model.config(setup.context)
     params = weights(config)
     copied = check.measure("copy_bytes_per_second", lambda: copy_rate(check)) or float("nan")
-    timed = partial(token, check, own, params)
-    for batch in own.batches:
+    timed = partial(token, check, setup, params)
+    for batch in setup.batches:
         found = check.measure(f"full {batch}", partial(timed, batch, copied))
         full = found and found["ms_per_step"]
-        for n, boundary in enumerate(own.model.exits):
+        for n, boundary in enumerate(setup.model.exits):
             one = partial(timed, batch, copied, exit=n, full=full)
             check.measure(f"exit {boundary} {batch}", one)
 
 
 def calls(check: StageCheck) -> None:
     """Time tokens at full depth by kernels in all forms of calls, and without kernels."""
-    own = sizes(check)
-    params = weights(own.model.config(own.context))
+    setup = sizes(check)
+    params = weights(setup.model.config(setup.context))
     check.figures["call_forms"] = call_forms()
     copied = check.measure("copy_bytes_per_second", lambda: copy_rate(check)) or float("nan")
-    timed = partial(token, check, own, params)
-    for batch in own.batches:
+    timed = partial(token, check, setup, params)
+    for batch in setup.batches:
         for way in ("", *call_ways()):
             check.measure(f"full {batch} {way}".strip(), partial(timed, batch, copied, way=way))
 
 
 def token(
     check: StageCheck,
-    own: DecodeSizes,
+    setup: DecodeSizes,
     params: Any,
     batch: int,
     copied: float,
@@ -346,18 +349,18 @@ def token(
     """
     from eejax.inference import Generator
 
-    config = own.model.config(own.context)
+    config = setup.model.config(setup.context)
     engine, rules = "full", {}
     if exit is not None:
         engine = "recompute"
-        rules = dict(gate="fixed", threshold=0.5, exits=[own.model.exits[exit]])
+        rules = dict(gate="fixed", threshold=0.5, exits=[setup.model.exits[exit]])
     with settings_of(way):
-        options = token_options(own, engine)
+        options = token_options(setup, engine)
         generator = Generator.make(params, config, options)
-        texts, under_way = prompts(config, batch, own.prompt), {}
+        texts, under_way = prompts(config, batch, setup.prompt), {}
 
         def start() -> None:
-            stream = generator.stream(texts, own.new + 1, chunk=own.new, **rules)
+            stream = generator.stream(texts, setup.new + 1, chunk=setup.new, **rules)
             under_way["first"], under_way["stream"] = next(stream), stream
 
         def finish() -> None:
@@ -370,29 +373,29 @@ def token(
         folder = check.out / "traces" / f"{check.name} {engine} {batch} {exit} {way}".strip()
         traced = traces.of_run(folder, finish)
     layers = float(under_way["last"].layers[:, 1:].mean())
-    depth = config.n_layers if exit is None else own.model.exits[exit]
+    depth = config.n_layers if exit is None else setup.model.exits[exit]
     if layers != depth:
         raise AssertionError(f"{layers} layers ran in place of {depth}")
     read = partial(bytes_read, generator.weights, config)
-    positions = positions_read(own.prompt, own.new)
+    positions = positions_read(setup.prompt, setup.new)
     floor = read(depth, batch, positions)
 
     def each(value):
-        return round(value / own.new, 3)
+        return round(value / setup.new, 3)
 
     found = dict(
-        ms_per_step=1e3 * seconds / own.new,
-        tokens_per_second=batch * own.new / seconds,
+        ms_per_step=1e3 * seconds / setup.new,
+        tokens_per_second=batch * setup.new / seconds,
         floor_bytes=floor,
-        allocated_bytes=read(depth, batch, cache_length(own.prompt, own.new + 1, options)),
-        share_of_floor=floor / copied / (seconds / own.new),
+        allocated_bytes=read(depth, batch, cache_length(setup.prompt, setup.new + 1, options)),
+        share_of_floor=floor / copied / (seconds / setup.new),
         launches_per_step=each(traced["kernels"]),
         copies_per_step={k: each(n) for k, n in traced["copies"].items()},
         busy_ms_per_step=each(traced["busy_ms"]),
         names=traced["names"],
     )
     if joules is not None:
-        found["joules_per_token"] = joules / (batch * own.new)
+        found["joules_per_token"] = joules / (batch * setup.new)
     if not on_gpu():
         found["threads"] = traced["threads"]
     if full is not None:
@@ -402,7 +405,7 @@ def token(
 
 
 def exit_gain(speedup: float, by_bytes: float, by_layers: float) -> dict[str, float]:
-    """Compare the speed-up of a step that leaves early with the bytes and layers that it spares.
+    """Compare the speed-up of a step that leaves early with the bytes and layers that it saves.
 
     Args:
       speedup: time of a step at full depth, over that of the step.
@@ -417,15 +420,14 @@ def exit_gain(speedup: float, by_bytes: float, by_layers: float) -> dict[str, fl
     )
 
 
-def bytes_read(own, config, depth: int, batch: int, positions: float) -> float:
+def bytes_read(setup, config, depth: int, batch: int, positions: float) -> float:
     """Return the bytes that a step reads once: layers and caches up to a depth, and the head.
 
-    Args:
-      positions: those of each cache that are read.
+    `positions` is the number of positions of each cache that are read.
     """
     from eejax.common.trees import nbytes
 
-    layers = [layer for segment in own.segments for layer in segment][:depth]
+    layers = [layer for segment in setup.segments for layer in segment][:depth]
     size = np.dtype(config.dtype).itemsize
     cache = 2 * depth * batch * positions * config.n_kv_heads * config.head_dim * size
-    return float(nbytes(layers) + cache + nbytes(own.params["embed"]["tokens"]))
+    return float(nbytes(layers) + cache + nbytes(setup.params["embed"]["tokens"]))

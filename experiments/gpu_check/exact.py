@@ -1,7 +1,7 @@
-"""The ops of `eejax.kernels` in float64, by numpy, from their formulas.
+"""Ops of `eejax.kernels` in float64, by numpy, from their formulas.
 
-Each function takes an op's options and arguments, and returns what the op does in float64; whole
-numbers and truths stay what they are.
+Each function takes an op's options and arguments, and returns the op's results in float64; integers
+and booleans keep their types.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def wide(a: Any) -> np.ndarray:
-    """Return in float64 what an array of any floating dtype holds."""
+    """Return an array of any floating dtype in float64."""
     return np.asarray(a.astype("float32")).astype(np.float64)
 
 
@@ -117,7 +117,7 @@ def decode_attention(options, q, k, v, keys, values, slot, position, _, slopes):
 
 
 def work(name: str, args: tuple) -> float:
-    """Estimate the operations that an op's function here takes, to leave out what takes minutes."""
+    """Estimate the operations of an op's function here, to leave out cases that take minutes."""
     shapes = [getattr(a, "shape", ()) for a in args]
     if name == "decode_attention":
         (r, n_kv, g, h), s = shapes[0], shapes[3][1]

@@ -1,4 +1,4 @@
-"""Two random models under a controller, beside each of them alone: tokens a second and joules."""
+"""Two random models under a controller, against each of them alone: tokens a second and joules."""
 
 from __future__ import annotations
 
@@ -23,11 +23,13 @@ class HeliosSizes:
     """Models and requests of the stage.
 
     Attributes:
-      small, large: the models.
-      context, new: tokens of a request, and of an answer.
-      requests: prompts.
+      small: the smaller model.
+      large: the larger model.
+      context: tokens of a request.
+      new: tokens of an answer.
+      requests: number of prompts.
       slots: requests of the larger model that the budget holds.
-      most: most slots of a model.
+      max_slots: maximum slots of a model.
     """
 
     small: card_programs.ModelSize
@@ -36,7 +38,7 @@ class HeliosSizes:
     new: int = 100
     requests: int = 256
     slots: int = 8
-    most: int = 32
+    max_slots: int = 32
 
 
 VOCABULARY = 512
@@ -52,7 +54,7 @@ SMALL = HeliosSizes(
     new=8,
     requests=6,
     slots=2,
-    most=2,
+    max_slots=2,
 )
 
 
@@ -79,28 +81,28 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield both models' loops at all depths and slots, growth, audits, and the pass of scores."""
     from eejax.kernels import aot, call
 
-    own, described = sizes(check), members(sizes(check))
-    _, few = request_texts(own)
+    setup, described = sizes(check), members(sizes(check))
+    _, few = request_texts(setup)
     with call.compute_capability(aot.CARDS[check.card].capability):
-        _, counts = slot_counts(own, described)
+        _, counts = slot_counts(setup, described)
     for name, member in described.items():
-        for what, build in helios_programs.of_member(member, counts[name], own.context):
+        for what, build in helios_programs.of_member(member, counts[name], setup.context):
             yield f"{name} {what}", build
-        scored = dict(config=member.config, texts=few, context=own.context)
+        scored = dict(config=member.config, texts=few, context=setup.context)
         yield f"{name} scores", partial(helios_programs.scores, **scored)
 
 
-def members(own: HeliosSizes) -> dict[str, Any]:
+def members(setup: HeliosSizes) -> dict[str, Any]:
     """Return the models by their names, without parameters."""
     from eejax.helios.pool import FleetMember
     from eejax.serving.models import batch_options
 
-    configs = {name: getattr(own, name).config(own.context) for name in ("small", "large")}
+    configs = {name: getattr(setup, name).config(setup.context) for name in ("small", "large")}
     return {n: FleetMember(None, c, options=batch_options(c, None)) for n, c in configs.items()}
 
 
-def slot_counts(own: HeliosSizes, described: dict[str, Any]) -> tuple[float, dict[str, Any]]:
-    """Return the budget, and by model how many requests it holds at each depth.
+def slot_counts(setup: HeliosSizes, described: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+    """Return the budget, and the number of requests that each model holds at each depth.
 
     They follow from shapes alone, whatever memory the card has.
     """
@@ -109,30 +111,32 @@ def slot_counts(own: HeliosSizes, described: dict[str, Any]) -> tuple[float, dic
 
     large = described["large"]
     depth = large.config.n_exits + 1
-    size = capacity.engine_bytes(large.config, large.options, depth, own.context, own.slots)
+    size = capacity.engine_bytes(large.config, large.options, depth, setup.context, setup.slots)
     budget = 1.05 * size
-    return budget, {n: room(m, own.most, own.context, budget) for n, m in described.items()}
+    return budget, {
+        n: room(m, setup.max_slots, setup.context, budget) for n, m in described.items()
+    }
 
 
-def request_texts(own: HeliosSizes) -> tuple[list[list[int]], list[list[int]]]:
+def request_texts(setup: HeliosSizes) -> tuple[list[list[int]], list[list[int]]]:
     """Return all prompts, and those on which models are measured."""
-    texts = prompts(own.small.config(own.context), own.requests, own.context // 4)
+    texts = prompts(setup.small.config(setup.context), setup.requests, setup.context // 4)
     return texts, texts[: max(2, len(texts) // 8)]
 
 
 class Models:
     """Models, their costs, and prompts."""
 
-    def __init__(self, own: HeliosSizes):
+    def __init__(self, setup: HeliosSizes):
         from eejax.helios.measurements import windows
         from eejax.helios.profiles import measure
         from eejax.inference.slot_engine import STEPS_PER_CALL
         from eejax.serving.fleets import warm_up
 
-        self.own, self.profiles = own, {}
-        described = members(own)
-        self.budget, self.slots = slot_counts(own, described)
-        texts, few = request_texts(own)
+        self.setup, self.profiles = setup, {}
+        described = members(setup)
+        self.budget, self.slots = slot_counts(setup, described)
+        texts, few = request_texts(setup)
         self.texts = dict(enumerate(texts))
         self.members = {
             name: dataclasses.replace(member, params=weights(member.config, 4.0)).ready()
@@ -141,9 +145,9 @@ class Models:
         for name, member in [*self.members.items()]:
             rules = {"threshold": self.threshold(name, few)}
             self.members[name] = member = dataclasses.replace(member, rules=rules)
-            given = dict(slots=self.slots[name], context=own.context)
+            given = dict(slots=self.slots[name], context=setup.context)
             self.profiles[name] = measure(
-                member, few, windows(few, own.context), new=min(32, own.new), **given
+                member, few, windows(few, setup.context), new=min(32, setup.new), **given
             )
             warm_up(member, steps=STEPS_PER_CALL, **given)
 
@@ -157,12 +161,12 @@ class Models:
         )
 
     def threshold(self, name: str, texts: list) -> float:
-        """Return one by which a share `EARLY` of tokens leaves by a model's first exit."""
+        """Return a threshold by which a share `EARLY` of tokens leaves by a model's first exit."""
         from eejax.experiments.helios_runs import StaticModel, drive
 
-        given = dict(slots=self.slots[name], context=self.own.context)
+        given = dict(slots=self.slots[name], context=self.setup.context)
         first = StaticModel(name, self.members[name], 1, 1.0, **given)
-        _, answers = drive(first, dict(enumerate(texts)), self.own.new)
+        _, answers = drive(first, dict(enumerate(texts)), self.setup.new)
         sure = [token.confidence for answer in answers for token in answer.tokens]
         return float(np.quantile(sure, 1 - EARLY))
 
@@ -171,12 +175,12 @@ class Models:
         from eejax.experiments.helios_runs import StaticModel
 
         member = self.members[name]
-        given = dict(slots=self.slots[name], context=self.own.context)
+        given = dict(slots=self.slots[name], context=self.setup.context)
         depth, threshold = member.config.n_exits + 1, member.rules["threshold"]
         return self._driven(StaticModel(name, member, depth, threshold, **given))
 
     def controlled(self, objective: str) -> dict[str, Any]:
-        """Serve all prompts by what the controller chooses for an objective."""
+        """Serve all prompts by the controller's choices for an objective."""
         from eejax.experiments.helios_runs import ControlledFleet, Stopwatch
         from eejax.helios.choices import ControllerOptions
         from eejax.helios.controller import Controller
@@ -188,10 +192,10 @@ class Models:
             self.profiles,
             ServiceObjective.of(objective),
             Repository.of(self.profiles),
-            ControllerOptions(budget=self.budget, tokens=self.own.new),
+            ControllerOptions(budget=self.budget, tokens=self.setup.new),
             clock=watch.now,
         )
-        given = dict(slots=self.slots, context=self.own.context)
+        given = dict(slots=self.slots, context=self.setup.context)
         server = ControlledFleet(self.members, controller, watch, **given)
         found = self._driven(server)
         decided = [[d.kind, d.choice.model, d.choice.depth, d.why] for d in controller.decisions]
@@ -206,7 +210,7 @@ class Models:
 
         counter = meter()
         before = counter.read() if counter else 0.0
-        seconds, answers = drive(server, self.texts, self.own.new)
+        seconds, answers = drive(server, self.texts, self.setup.new)
         tokens = sum(len(a.tokens) for a in answers)
         ttft = [a.ttft for a in answers]
         found = dict(

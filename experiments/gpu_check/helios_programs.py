@@ -1,4 +1,4 @@
-"""Programs of the stage "helios", compiled for a card that is not there."""
+"""Programs of the stage "helios", compiled for a card that need not exist."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ def of_member(
     """Yield a model's loops, the programs by which it grows, and those of audits.
 
     Args:
-      member: a `FleetMember`, whose parameters are not looked at.
+      member: a `FleetMember`, whose parameters are not used.
       counts: requests at each depth, as `PartialModel` takes them.
-      context: most tokens of a request.
+      context: maximum tokens of a request.
     """
     from eejax.serving.fleets import audited_lengths
 
     config, n = member.config, member.config.n_exits + 1
-    # As `PartialModel`: the buckets of all depths are those of the first one's slots.
+    # As in `PartialModel`, all depths use the buckets of the first depth's slots.
     options = dataclasses.replace(member.options.resolved(config, counts[0]), can_deepen=True)
 
     def at(depth):
         return dataclasses.replace(options, num_segments=depth)
 
     for depth in range(1, n + 1):
-        # A model that is to grow has as few slots as it will have then.
+        # A growing model already has the slots of its new depth.
         for slots in sorted({*counts[depth - 1 :]}, reverse=True):
             one = dict(config=config, slots=slots, cache=context, options=at(depth))
             yield f"to depth {depth}, {slots} slots", partial(card_programs.slots, **one)

@@ -14,7 +14,7 @@ ERROR = 9
 
 
 class SanitizerReport(NamedTuple):
-    """The end of a tool's run.
+    """Result of a tool's run.
 
     Attributes:
       status: its exit status: 0, `ERROR`, or that of a failure of its own.

@@ -1,6 +1,6 @@
-"""A server of a random model in this machine, beside the same engine without a server.
+"""A server of a random model on this machine, against the same engine without a server.
 
-The engine's process alone holds the device: this one has the server and its clients.
+Only the engine's process holds the device: this one has the server and its clients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from eejax.experiments.gpu_check.check import StageCheck, missing_module
 HOLDS_DEVICE = False
 NEEDED = ("fastapi", "uvicorn", "httpx", "prometheus_client")
 START = 0.8
-"""Most of the time that is left for an engine to be compiled."""
+"""Maximum share of the remaining time in which an engine may compile."""
 
 BYTES = 257
 """Vocabulary of the tokenizer of bytes."""
@@ -34,11 +34,12 @@ class ServeSizes:
 
     Attributes:
       model: the model.
-      context: most tokens of a request.
-      clients: how many ask at once; there are as many slots.
-      requests: of each client.
-      prompt, limit: tokens of prompts and answers, from and to.
-      steps: of the engine between two looks at what came.
+      context: maximum tokens of a request.
+      clients: number of concurrent clients, and of slots.
+      requests: requests of each client.
+      prompt: tokens of prompts, from and to.
+      limit: tokens of answers, from and to.
+      steps: engine steps between two reads of new requests.
     """
 
     model: card_programs.ModelSize = dataclasses.replace(card_programs.MEDIUM, vocabulary=BYTES)
@@ -56,7 +57,7 @@ SMALL = ServeSizes(TINY, 64, 2, 1, (4, 16), (4, 8))
 
 @dataclasses.dataclass(frozen=True)
 class RandomModelBuilder:
-    """Build the engine of a model with random weights, in whatever process it is called."""
+    """Builder of the engine of a model with random weights, in the process that calls it."""
 
     sizes: ServeSizes
 
@@ -66,10 +67,10 @@ class RandomModelBuilder:
         from eejax.inference.engine import EarlyExitEngine
         from eejax.serving.messages import BuiltEngine
 
-        own = self.sizes
-        config = own.model.config(own.context)
+        setup = self.sizes
+        config = setup.model.config(setup.context)
         options = engine_options(config)
-        engine = EarlyExitEngine.make(weights(config), config, options, slots=own.clients)
+        engine = EarlyExitEngine.make(weights(config), config, options, slots=setup.clients)
         return BuiltEngine(engine, config, ByteTokenizer())
 
 
@@ -78,30 +79,32 @@ def sizes(check: StageCheck) -> ServeSizes:
 
 
 def run(check: StageCheck) -> None:
-    own = sizes(check)
+    setup = sizes(check)
     if why := missing_module(*NEEDED):
         check.errors["server"] = why
     else:
-        by_server(check, own)
-    check.measure("engine", lambda: alone(own))
+        by_server(check, setup)
+    check.measure("engine", lambda: alone(setup))
 
 
-def by_server(check: StageCheck, own: ServeSizes) -> None:
-    """Measure what clients of a server see."""
+def by_server(check: StageCheck, setup: ServeSizes) -> None:
+    """Measure the speed and latency that clients of a server see."""
     with contextlib.ExitStack() as server:
-        served = serving(RandomModelBuilder(own), own.steps, START * check.left)
+        served = serving(RandomModelBuilder(setup), setup.steps, START * check.seconds_left)
         address = check.measure("address", lambda: server.enter_context(served))
         if address is not None:
             for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
-                check.measure(name, partial(asked, own, address, threshold))
+                check.measure(name, partial(measure_clients, setup, address, threshold))
 
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the engine's loop."""
-    own = sizes(check)
-    config = own.model.config(own.context)
-    one = dict(config=config, slots=own.clients, cache=own.context, options=engine_options(config))
-    yield f"served {own.clients} slots", partial(card_programs.slots, **one)
+    setup = sizes(check)
+    config = setup.model.config(setup.context)
+    one = dict(
+        config=config, slots=setup.clients, cache=setup.context, options=engine_options(config)
+    )
+    yield f"served {setup.clients} slots", partial(card_programs.slots, **one)
 
 
 def engine_options(config):
@@ -111,7 +114,7 @@ def engine_options(config):
     return batch_options(config, None)
 
 
-def workload(own: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
+def workload(setup: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
     """Draw (prompt, tokens to generate) of each client's requests."""
     rng = np.random.default_rng(0)
 
@@ -119,13 +122,13 @@ def workload(own: ServeSizes) -> list[list[tuple[tuple[int, ...], int]]]:
         return int(rng.integers(pair[0], pair[1] + 1))
 
     def ask():
-        return (tuple(rng.integers(32, 127, draw(own.prompt)).tolist()), draw(own.limit))
+        return (tuple(rng.integers(32, 127, draw(setup.prompt)).tolist()), draw(setup.limit))
 
-    return [[ask() for _ in range(own.requests)] for _ in range(own.clients)]
+    return [[ask() for _ in range(setup.requests)] for _ in range(setup.clients)]
 
 
-def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
-    """Ask a server from as many clients as it has slots.
+def measure_clients(setup: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
+    """Measure a server with as many clients as it has slots.
 
     At threshold 0 every other client's tokens leave by the first exit, and the others' by none.
     """
@@ -133,7 +136,7 @@ def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
 
     from eejax.experiments.serving_runs import closed_loop, times_of
 
-    clients = workload(own)
+    clients = workload(setup)
 
     async def ask():
         limits = httpx.Limits(max_connections=None)
@@ -152,17 +155,17 @@ def asked(own: ServeSizes, address: str, threshold: float) -> dict[str, Any]:
     return dict(tokens_per_second=tokens / took, requests=len(answers), **times_of(answers))
 
 
-def alone(own: ServeSizes) -> dict[str, float]:
-    """Put the same requests through the engine's scheduler without a server."""
+def alone(setup: ServeSizes) -> dict[str, float]:
+    """Run the same requests through the engine's scheduler without a server."""
     from eejax.experiments.serving_runs import through_scheduler
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.scheduler import Scheduler
 
-    built, clients = RandomModelBuilder(own)(), workload(own)
+    built, clients = RandomModelBuilder(setup)(), workload(setup)
     policy = ExitPolicy.make(built.config, 1)
     tokens = sum(limit for client in clients for _, limit in client)
     for _ in range(2):  # the first one compiles
-        scheduler = Scheduler(built.engine, built.config, steps=own.steps)
+        scheduler = Scheduler(built.engine, built.config, steps=setup.steps)
         seconds, _ = through_scheduler(scheduler, clients, policy)
     return dict(tokens_per_second=tokens / seconds)
 
@@ -172,7 +175,7 @@ def serving(build: RandomModelBuilder, steps: int, wait: float) -> Iterator[str]
     """Serve a model as "m" in a thread, its engine in a process of its own; yield the address.
 
     Raises:
-      RuntimeError: where it does not come up within `wait` seconds.
+      RuntimeError: if it does not start within `wait` seconds.
     """
     import uvicorn
 

@@ -1,4 +1,4 @@
-"""Installed versions, the card's rates of copies and products, and kernels beside float64."""
+"""Installed versions, the card's rates of copies and products, and kernels against float64."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from eejax.experiments.gpu_check.check import (
 from eejax.kernels.specs import OPS
 
 BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
-"""Most of |result - float64's| / |float64's|, by the dtype of the states; TF32 is off."""
+"""Maximum |result - float64's| / |float64's|, by the dtype of the states; TF32 is off."""
 
 FARTHER = 2.0
-"""Times as far from float64 as XLA's own operations are, from which on a kernel is wrong."""
+"""Multiple of the error of XLA's own operations at which a kernel counts as wrong."""
 
-MOST_WORK = 2e10
+MAX_WORK = 2e10
 """Operations of the largest case that the host computes in float64."""
 
 COMPARED_FORMS = ("norm_router", "scatter", "head_confidence")
@@ -62,7 +62,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 
 def specs(op: str, small: bool) -> list:
-    """Return what an op is asked for; one case of each dtype where `small`."""
+    """Return the cases of an op; one of each dtype if `small`."""
     found = importlib.import_module(f"eejax.kernels.{op}.arg_specs").SPECS
     if not small:
         return list(found)
@@ -106,10 +106,10 @@ def versions() -> dict[str, Any]:
 
 
 def forms(check: StageCheck) -> dict[str, str] | str:
-    """Call kernels by FFI and in the form before it; both must give the same bits.
+    """Call kernels by FFI and in the older form; both must give the same bits.
 
     Raises:
-      AssertionError: where they do not.
+      AssertionError: if they do not.
     """
     import jax
 
@@ -139,13 +139,13 @@ def kernels(check: StageCheck, op: str) -> dict[str, Any]:
     """Compare an op's kernel with float64, on inputs drawn anew in each run.
 
     Raises:
-      AssertionError: where a case is wrong, with the cases.
+      AssertionError: if a case is wrong, with the cases.
     """
     seed = int.from_bytes(os.urandom(3), "little")
     worst: dict[str, float] = {}
     wrong, larger, cases = [], 0, 0
     for spec in specs(op, check.small):
-        if check.left <= 0:
+        if check.seconds_left <= 0:
             check.not_measured.append(f"{op} {spec.name}")
             continue
         dtype = np.dtype(spec.shapes[0].dtype).name
@@ -155,7 +155,7 @@ def kernels(check: StageCheck, op: str) -> dict[str, Any]:
         if found["error"] > worst.get(dtype, -1.0):
             worst[dtype] = found["error"]
         bound = max(BOUNDS.get(dtype, 0.0), FARTHER * found["reference_error"])
-        # A bound that is not reached by NaN either.
+        # Written so that NaN fails the bound, too.
         if not (found["error"] <= bound and found["unlike"] <= found["reference_unlike"] + 0.02):
             wrong.append(dict(case=spec.name, bound=bound) | found)
     result = dict(cases=cases, seed=seed, worst=worst, beside_float32=larger)
@@ -165,7 +165,7 @@ def kernels(check: StageCheck, op: str) -> dict[str, Any]:
 
 
 def compared(spec, op: str, seed: int) -> dict[str, Any]:
-    """Errors of an op by its kernel, and by its definition, on arguments drawn from a seed.
+    """Measure errors of an op by its kernel, and by its definition, on arguments drawn from a seed.
 
     A case too large for the host has XLA's float32 in float64's place.
     """
@@ -175,7 +175,7 @@ def compared(spec, op: str, seed: int) -> dict[str, Any]:
         return jax.jit(partial(spec.run, implementation=which))
 
     args = spec.args(seed)
-    host = exact.work(op, args) <= MOST_WORK
+    host = exact.work(op, args) <= MAX_WORK
     exactly = spec.shapes[0].dtype == np.float32
     with jax.default_matmul_precision("highest" if exactly or not host else None):
         plain = jax.device_get(by("reference")(*args))
@@ -203,8 +203,10 @@ def compared(spec, op: str, seed: int) -> dict[str, Any]:
 
 
 def difference(got: Any, want: Any) -> tuple[float, float]:
-    """Return the largest |got - want| / |want| of floating results, and the share of others that
-    are not the same."""
+    """Return the largest |got - want| / |want| of floating results.
+
+    The second value is the share of other results that differ.
+    """
     import jax
 
     worst, unlike, count = 0.0, 0, 0
@@ -224,11 +226,11 @@ def memcheck(check: StageCheck) -> str:
     """Run the kernels' small cases under compute-sanitizer.
 
     Raises:
-      AssertionError: where it finds anything, or cannot run.
+      AssertionError: if it finds anything, or cannot run.
     """
     if not on_gpu():
         return "no GPU"
-    report = sanitizer.run("memcheck", OPS, seconds=max(1.0, check.left))
+    report = sanitizer.run("memcheck", OPS, seconds=max(1.0, check.seconds_left))
     if report is None:
         return "compute-sanitizer: not installed"
     if report.status:

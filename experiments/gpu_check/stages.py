@@ -1,4 +1,4 @@
-"""Run stages in processes of their own, each within its time, and merge what their parts found."""
+"""Run stages in processes of their own, each within its time, and merge their parts' results."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from typing import Any
 from eejax.experiments.gpu_settings import GRAPHS_FLAG
 
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-"""For processes beside which others use the GPU."""
+"""For processes that share the GPU with others."""
 
 ALONE = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"}
-"""For training steps, which need more than the part of the memory that JAX takes by default."""
+"""For training steps, which need more memory than JAX takes by default."""
 
 TAIL = 2000
-"""Characters of a log that stand for a process which left no result."""
+"""Characters of a log that are reported for a process without a result."""
 
 START = 120.0
 """Seconds in which JAX must have found the GPU."""
 
 COMPILE_SHARE = 10
-"""In a dry run, the time to compile in units of that of one rehearsal."""
+"""In a dry run, the time to compile relative to that of one rehearsal."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +36,10 @@ class GpuStage:
     """A module with `run(check)` and `programs(check)`, run once for each of its parts.
 
     Attributes:
-      name: as `--stages` has it, "STAGE" or "STAGE:PART".
+      name: as in `--stages`, "STAGE" or "STAGE:PART".
       module: the module's dotted name.
       parts: environment variables of each part, by the part's name.
-      rehearsed: parts that a dry run tries out; None: all.
+      rehearsed: parts that a dry run executes; None for all.
     """
 
     name: str
@@ -53,7 +53,7 @@ class GpuStage:
         return self.name.replace(":", "_")
 
     def only(self, part: str) -> GpuStage:
-        """Return a stage of one of the parts, which has all of the time."""
+        """Return a stage of one of the parts, which has the whole time."""
         name, parts = f"{self.name}:{part}", {part: self.parts[part]}
         return dataclasses.replace(self, name=name, parts=parts, rehearsed=None)
 
@@ -103,7 +103,7 @@ class RunSettings:
 
 
 def run(stages: Sequence[GpuStage], settings: RunSettings) -> Iterator[dict[str, Any]]:
-    """Yield the result of each stage as it ends, whatever became of the one before."""
+    """Yield the result of each stage as it ends, even if an earlier one failed."""
     settings.out.mkdir(parents=True, exist_ok=True)
     for stage in stages:
         try:
@@ -138,7 +138,7 @@ def _stage(stage: GpuStage, settings: RunSettings) -> dict[str, Any]:
 
 
 def _tasks(stage: GpuStage, settings: RunSettings) -> Iterator[tuple[str, str, dict[str, str]]]:
-    """Yield (name, what to do, environment) of each process of a stage."""
+    """Yield (name, task, environment) of each process of a stage."""
     if not settings.dry_run:
         for name, environment in stage.parts.items():
             yield name, "run", dict(environment)
@@ -157,7 +157,7 @@ def _compiling() -> dict[str, str]:
 
 
 def _rehearsing() -> dict[str, str]:
-    """Return an environment in which programs run on the CPU, and are compiled in haste."""
+    """Return an environment in which programs run on the CPU, and are compiled quickly."""
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 
@@ -175,7 +175,7 @@ def _part(settings: RunSettings, seconds: float, log: pathlib.Path, **task: Any)
         name=name,
         small=settings.small or (settings.dry_run and mode == "run"),
         card=settings.card,
-        # What is under way then may end by itself, and the rest is left out.
+        # The running measurement may then finish, and the rest is left out.
         seconds=seconds - min(30.0, 0.2 * seconds),
     )
     command = [sys.executable, "-P", "-m", "eejax.experiments.gpu_check.child", json.dumps(own)]
@@ -197,7 +197,7 @@ def _part(settings: RunSettings, seconds: float, log: pathlib.Path, **task: Any)
     said = [f"{error} (see {log.name})"] if error else []
     if error:
         result.setdefault("log", log.read_text(errors="replace")[-TAIL:])
-        if process.returncode > 0:  # it raised, and was not ended here
+        if process.returncode > 0:  # it failed by itself
             said.append(_last_line(result["log"]))
     said += [f"{k}: {_last_line(e)}" for k, e in result.get("errors", {}).items()]
     if not said and (late := result.get("not_measured")):
@@ -212,9 +212,9 @@ def _last_line(text: str) -> str:
 
 
 def missing_gpu() -> str | None:
-    """Return why JAX computes on no GPU, or None where it does.
+    """Return why JAX does not compute on a GPU, or None if it does.
 
-    A process of its own asks, as one that has found a GPU keeps memory there.
+    A separate process asks, as one that has found a GPU keeps memory there.
     """
     code = "import jax; print(jax.default_backend())"
     command = [sys.executable, "-P", "-c", code]
@@ -232,7 +232,7 @@ def missing_gpu() -> str | None:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """End a process and those that it started, which are a session of their own."""
+    """End a process and those that it started, which form a session of their own."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""The same decoder in PyTorch, to train beside eejax's: a plain `nn.Module` of Llama's kind."""
+"""The same decoder in PyTorch, to train against eejax's: a plain `nn.Module` of Llama's kind."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def unavailable(cuda: bool = True) -> str | None:
-    """Say why PyTorch cannot be a peer; None where it can."""
+    """Return why PyTorch cannot be a peer; None if it can."""
     try:
         import torch
     except ImportError:
@@ -17,7 +17,7 @@ def unavailable(cuda: bool = True) -> str | None:
 
 
 def build(size, device: str) -> Any:
-    """Make the model of a `card_programs.ModelSize`, its head tied, with random weights."""
+    """Return the model of a `card_programs.ModelSize`, its head tied, with random weights."""
     import torch
     from torch import nn
     from torch.nn import functional as F

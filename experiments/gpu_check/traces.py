@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 COPIES = ("MemcpyD2H", "MemcpyH2D", "MemcpyD2D")
-MOST = 15
+MAX_NAMES = 15
 """Kernels whose names are reported."""
 
 
 def of_run(folder: pathlib.Path, run: Callable[[], Any]) -> dict[str, Any]:
-    """Trace a run into a folder, and return what the trace holds, as `of_events` does."""
+    """Trace a run into a folder, and return the trace's figures, as `of_events` does."""
     import jax
 
     shutil.rmtree(folder, ignore_errors=True)
@@ -35,11 +35,11 @@ def read(path: pathlib.Path) -> list[Mapping[str, Any]]:
 
 
 def of_events(events: list[Mapping[str, Any]]) -> dict[str, Any]:
-    """Count what ran on the streams of GPUs.
+    """Count the work on the streams of GPUs.
 
     Returns:
-      kernels: how many; copies: by their kind; busy_ms: milliseconds in which a stream was at
-      work; host_waits: times that the host waited for the device; names: the kernels that took
+      kernels: their number; copies: by their kind; busy_ms: milliseconds in which a stream worked;
+      host_waits: number of times that the host waited for the device; names: the kernels that took
       longest, each with its number and milliseconds; threads: of all events, by thread.
     """
     process, thread = {}, {}
@@ -65,7 +65,7 @@ def of_events(events: list[Mapping[str, Any]]) -> dict[str, Any]:
         seconds[kind] += event.get("dur", 0.0)
         spans.append((event["ts"], event["ts"] + event.get("dur", 0.0)))
     kernels = {n: c for n, c in count.items() if n not in COPIES and not n.startswith("Memset")}
-    longest = sorted(kernels, key=lambda n: -seconds[n])[:MOST]
+    longest = sorted(kernels, key=lambda n: -seconds[n])[:MAX_NAMES]
     return dict(
         kernels=sum(kernels.values()),
         copies={k: count[k] for k in COPIES},

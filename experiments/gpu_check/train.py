@@ -1,7 +1,7 @@
-"""Training steps with up to three exits, and PyTorch's beside them: time, use of the card, memory.
+"""Training steps with up to three exits, against PyTorch's: time, use of the card, memory.
 
-Each size is a process of its own, as JAX counts the most memory of a process. Exits come in
-ascending order, so that the most so far is that of the last step.
+Each size is a process of its own, as JAX counts the peak memory of a process. Exits come in
+ascending order, so that the peak so far is that of the last step.
 """
 
 from __future__ import annotations
@@ -21,13 +21,21 @@ from eejax.experiments.gpu_check.check import StageCheck, on_gpu, product_rate
 
 @dataclasses.dataclass(frozen=True)
 class TrainSizes:
-    """Models by their names, a batch and its length, timed steps, and most exits."""
+    """Models, batch and steps of the stage.
+
+    Attributes:
+      models: models by their names.
+      batch: sequences of a batch.
+      length: tokens of a sequence.
+      repeats: timed steps.
+      max_exits: maximum number of exits.
+    """
 
     models: dict[str, card_programs.ModelSize]
     batch: int = 8
     length: int = 2048
     repeats: int = 8
-    most_exits: int = 3
+    max_exits: int = 3
 
 
 BILLIONS = {"350M": card_programs.MEDIUM, "1.3B": card_programs.BILLION}
@@ -37,11 +45,11 @@ def sizes(check: StageCheck) -> TrainSizes:
     if not check.small:
         return TrainSizes(BILLIONS)
     tiny = dataclasses.replace(card_programs.SMALL, width=64, inner=176, vocabulary=256)
-    return TrainSizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2, most_exits=1)
+    return TrainSizes(dict.fromkeys(BILLIONS, tiny), batch=2, length=64, repeats=2, max_exits=1)
 
 
 def run(check: StageCheck) -> None:
-    own = sizes(check)
+    setup = sizes(check)
     if check.part == "torch":
         why = torch_peer.unavailable(cuda=not check.small)
         if why:
@@ -49,42 +57,42 @@ def run(check: StageCheck) -> None:
             return
         if torch_device(check) == "cpu" and on_gpu():
             raise RuntimeError("JAX is on a GPU and PyTorch is not: they cannot be compared")
-        for name, size in own.models.items():
-            one = partial(torch_peer.trained, size, own.batch, own.length, own.repeats)
+        for name, size in setup.models.items():
+            one = partial(torch_peer.trained, size, setup.batch, setup.length, setup.repeats)
             check.measure(name, partial(one, torch_device(check)))
         return
-    size = own.models[check.part]
+    size = setup.models[check.part]
     products = check.measure("product_flops_per_second", lambda: product_rate(check))
     plain = None
-    for exits in range(own.most_exits + 1):
-        one = partial(step, size, own, exits, products or float("nan"), plain)
+    for exits in range(setup.max_exits + 1):
+        one = partial(step, size, setup, exits, products or float("nan"), plain)
         found = check.measure(f"{exits} exits", one)
         plain = plain or found
 
 
 def torch_device(check: StageCheck) -> str:
-    """PyTorch's device: that of JAX, or the CPU in a trial without a GPU."""
+    """Return PyTorch's device: that of JAX, or the CPU in a trial without a GPU."""
     return "cpu" if torch_peer.unavailable() and check.small else "cuda"
 
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the training steps."""
-    own = sizes(check)
-    for name, size in own.models.items():
-        for exits in range(own.most_exits + 1) if check.part in ("", name) else ():
-            config = configured(size, own.length, exits)
-            one = partial(card_programs.training, config=config, batch=own.batch)
+    setup = sizes(check)
+    for name, size in setup.models.items():
+        for exits in range(setup.max_exits + 1) if check.part in ("", name) else ():
+            config = configured(size, setup.length, exits)
+            one = partial(card_programs.training, config=config, batch=setup.batch)
             yield f"{name} {exits} exits", one
 
 
 def configured(size: card_programs.ModelSize, length: int, exits: int):
-    """Configure a model with so many exits, evenly spread."""
+    """Return a model's configuration with `exits` exits, evenly spread."""
     return size.config(length, tuple(size.layers * (i + 1) // 4 for i in range(exits)))
 
 
 def step(
     size: card_programs.ModelSize,
-    own: TrainSizes,
+    setup: TrainSizes,
     exits: int,
     products: float,
     plain: dict[str, Any] | None,
@@ -103,28 +111,28 @@ def step(
     from eejax.train import step as steps
     from eejax.train.flops import model_flops_per_token, peak_flops
 
-    config, mesh = configured(size, own.length, exits), make_mesh(MeshConfig())
+    config, mesh = configured(size, setup.length, exits), make_mesh(MeshConfig())
     program, adamw = card_programs.train_step(config, mesh)
     train_state = state.create(config, adamw, 0, mesh)
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (own.batch, own.length))
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (setup.batch, setup.length))
     tokens = tokens.astype(np.int32)
     batch = steps.put_batch({"tokens": tokens, "labels": np.roll(tokens, -1, 1)}, mesh)
     begin, losses = time.perf_counter(), []
     made = program.lower(train_state, batch).compile()
     compiled = time.perf_counter() - begin
     seconds = []
-    for _ in range(own.repeats + 2):
+    for _ in range(setup.repeats + 2):
         begin = time.perf_counter()
         train_state, metrics = made(train_state, batch)
         losses.append(float(metrics["loss"]))  # waits for the device
         seconds.append(time.perf_counter() - begin)
     took = float(np.median(seconds[2:]))
-    flops = own.batch * own.length * model_flops_per_token(config, own.length)
+    flops = setup.batch * setup.length * model_flops_per_token(config, setup.length)
     stats = jax.devices()[0].memory_stats() or {}
     temporary = made.memory_analysis().temp_size_in_bytes
     found = dict(
         ms=1e3 * took,
-        tokens_per_second=own.batch * own.length / took,
+        tokens_per_second=setup.batch * setup.length / took,
         flops=flops,
         share_of_products=flops / took / products,
         peak_bytes=stats.get("peak_bytes_in_use"),

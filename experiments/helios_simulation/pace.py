@@ -1,11 +1,11 @@
 """Seconds of a batch's steps by their rows, for the simulator of serving.
 
-Each loaded segment that some token runs takes a constant part, a part for each row, and one for
-each span of a text's rows, as attention takes them together. Rows are the tokens that run the
-segment, and those of their own texts that had left before it, whose keys and values are caught up
-then. Who runs when is as in `batch_simulator`, which takes the engine's own decisions, but for rows
-that only join where all slots run in place, and drafts, of which there are none. In return a
-thousand prompts take a second.
+Each loaded segment that a token runs takes a constant time, a time for each row, and one for each
+span of a text's rows, which attend together. Rows are the tokens that run the segment, and those of
+the same texts that left before it, whose keys and values are then caught up. The schedule is that
+of `batch_simulator`, which makes the engine's own decisions, except for rows that only join where
+all slots run in place, and for drafts, of which there are none. This makes a simulation of a
+thousand prompts a matter of seconds.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ class StepSeconds:
 
     Attributes:
       step: a step that runs nothing.
-      rows: `[e][k]` segment e with k + 1 rows. More rows occur only of one text alone, and take in
-        proportion to the last entry.
-      chunk: [e] a chunk of `tokens` prompt tokens through a segment, however many there are.
-      spans, chunk_spans: [e] up to SPAN rows of a text, and PROMPT_SPAN of a prompt, beside those.
+      rows: `[e][k]` segment e with k + 1 rows. More rows occur only of one text alone, and take
+        time in proportion to the last entry.
+      chunk: [e] a chunk of `tokens` prompt tokens through a segment, whatever their number.
+      tokens: prompt tokens of a chunk.
+      spans: [e] up to SPAN rows of a text, in addition.
+      chunk_spans: [e] up to PROMPT_SPAN rows of a prompt, in addition.
       in_place: [e] one row of each text, where they need not be packed.
     """
 
@@ -55,13 +57,13 @@ class StepSeconds:
         )
 
     @property
-    def most(self) -> int:
-        """Most rows that run a segment in a step."""
+    def max_rows(self) -> int:
+        """Maximum rows that run a segment in a step."""
         return len(self.rows[0])
 
     @classmethod
     def of(cls, costs: Any, buckets: Sequence[int], tokens: int) -> StepSeconds:
-        """Build it from what `batch_costs.measure` found of an engine with all segments.
+        """Build it from the results of `batch_costs.measure` for an engine with all segments.
 
         Rows run in the smallest bucket that holds them or, with one of each slot, in place.
         """
@@ -85,7 +87,7 @@ class StepSeconds:
         )
 
     def seconds(self, e: int, counts: Sequence[int]) -> float:
-        """Return the seconds of segment e with so many rows of each text."""
+        """Return the seconds of segment e, given the number of rows of each text."""
         k, row = sum(counts), self.rows[e]
         if not k:
             return 0.0
@@ -97,6 +99,6 @@ class StepSeconds:
         return found
 
     def reading(self, counts: Sequence[int], depth: int) -> float:
-        """Return the seconds of a chunk with so many tokens of each prompt in some segments."""
+        """Return the seconds of a chunk in `depth` segments, given the tokens of each prompt."""
         spans = sum(-(-count // PROMPT_SPAN) for count in counts)
         return sum(self.chunk[:depth]) + spans * sum(self.chunk_spans[:depth])

@@ -1,4 +1,4 @@
-"""Policies to simulate: the controller, and what it is compared with."""
+"""Policies to simulate: the controller, and its baselines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ Make = Callable[[Callable[[], float]], ModelPolicy]
 
 
 class ScriptedPolicy:
-    """A list of choices, each for `every` prompts, the last for all that follow."""
+    """Policy of a list of choices, each for `every` prompts, the last for all that follow."""
 
     objective = None
 
     def __init__(
         self, choices: Sequence[ModelDepth], every: int = 1, *, clock: Callable[[], float]
     ):
-        require(len(choices) > 0, "choices", choices, "must be one at least")
+        require(len(choices) > 0, "choices", choices, "must be at least one")
         require_count("every", every)
         self.current: ModelDepth | None = None
         self.decisions: list[Decision] = []
@@ -42,7 +42,7 @@ class ScriptedPolicy:
 
     def choose(self) -> Assignment:
         self._given += 1
-        # What the next prompt needs is asked for now; until it is there, they go where they went.
+        # Request the next prompt's model now; until it is loaded, prompts go to the current one.
         i = min(self._given // self._every, len(self._choices) - 1)
         if self._choices[i] != self.wanted:
             self.wanted = self._choices[i]
@@ -91,7 +91,7 @@ def fixed(model: str, depth: int) -> Make:
 def at_random(profiles: Mapping[str, ModelProfile], every: int, n: int, seed: int = 0) -> Make:
     """Return a function that makes a policy of random models and depths.
 
-    They are drawn at this call, one for every so many of n prompts.
+    They are drawn at this call, one for every `every` of n prompts.
     """
     rng, there = np.random.default_rng(seed), choices_of(profiles)
     drawn = [there[int(rng.integers(len(there)))] for _ in range(-(-n // every))]
@@ -107,10 +107,10 @@ def helios(
     objective: ServiceObjective,
     options: ControllerOptions | None = None,
 ) -> Make:
-    """Return a function that makes the controller, which knows nothing yet but profiles.
+    """Return a function that makes the controller, which knows only profiles at first.
 
-    The benchmark of each whole model, as a server has it, is what its profile says of tokens that
-    all leave by the last exit.
+    The benchmark of each whole model, as in a server, is its profile's value for tokens that all
+    leave by the last exit.
     """
 
     def make(clock):
@@ -129,9 +129,9 @@ def hindsight(
 ) -> tuple[Make, list[ModelDepth]]:
     """Return (a function that makes the policy that is best in hindsight, its choices).
 
-    It has a model and a depth for every stretch of so many prompts. All of them together take the
-    least time of those whose tokens agree with the full model in a share `right`, found by
-    simulating all choices; else it is the nearest to that.
+    It has a model and a depth for every stretch of `every` prompts. Together they take the least
+    time of those whose tokens agree with the full model in a share `right`, found by simulating all
+    choices; if none does, they are the nearest to that share.
 
     Simulate it with `SimulationSetting.free`, because it ignores the cost of loading. A choice is
     made for whole stretches, with one price of a wrong token for all.

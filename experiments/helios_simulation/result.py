@@ -14,9 +14,14 @@ from eejax.helios.objectives import Telemetry
 
 
 class SimulatedEvent(NamedTuple):
-    """A change: "load", "grow", "grown" (which take `seconds`), "stay", "shrink", "free", "serve".
+    """A change of the simulated server.
 
-    depth: the depth that the model has or will have; of "free", the one that it had.
+    Attributes:
+      time: seconds of the change.
+      what: "load", "grow", "grown" (which take `seconds`), "stay", "shrink", "free" or "serve".
+      model: the model.
+      depth: the depth that the model has or will have; for "free", the one that it had.
+      seconds: duration of the change.
     """
 
     time: float
@@ -31,14 +36,19 @@ class SimulationResult:
     """Outcome of a simulation; all of it is SIMULATED.
 
     Attributes:
-      arrived, first, ended: [p] seconds of each prompt.
+      arrived: [p] seconds of each prompt's arrival.
+      first: [p] seconds of its first token.
+      ended: [p] seconds of its end.
       models: [p] the model that ended it.
-      tokens: [p] its tokens, of which some agree with the full model's, and some were below their
-        threshold.
+      tokens: [p] number of its tokens.
+      agree: [p] number of tokens that agree with the full model's.
+      below: [p] number of tokens below their threshold.
       exits: tokens by exit, of each model.
       flops: multiplications and additions per token of decoding and rebuilding by layers, a proxy
         of energy.
       memory: mean bytes loaded.
+      decisions: the policy's decisions.
+      timeline: the changes of the server.
     """
 
     arrived: np.ndarray
@@ -72,7 +82,7 @@ class SimulationResult:
 
     @property
     def agreement(self) -> float:
-        """Share of tokens that are those of the model's own last exit."""
+        """Share of tokens that agree with the model's own last exit."""
         return float(self.agree.sum() / self.tokens.sum())
 
     @property
@@ -95,7 +105,12 @@ class SimulationResult:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredResult:
-    """Measurements of a server. throughput: tokens per second. ttft: seconds, the mean."""
+    """Measurements of a server.
+
+    Attributes:
+      throughput: tokens per second.
+      ttft: mean seconds to the first token.
+    """
 
     throughput: float
     ttft: float

@@ -1,11 +1,10 @@
 """Simulator of serving under a policy: recorded prompts and measured seconds, no device.
 
-Everything that it finds is SIMULATED. What is decided is not: the `Controller` is the one that
-serves, with a clock that the simulation moves. Which request goes to which model, and which models
-are loaded and freed, is decided by `Dispatcher`, as in a `Fleet`. What tokens do is read from a
-trace. Who has a slot, when a model has grown and what that costs follows `PartialModel` and
-`Scheduler`, which look at what a call of several steps brought while the next one runs. Seconds are
-those of `StepSeconds`.
+All of its results are SIMULATED. The decisions are real: the `Controller` is the one that serves,
+with a clock that the simulation moves. `Dispatcher` assigns requests to models and decides which
+models are loaded and freed, as in a `Fleet`. Tokens and exits are read from a trace. The use of
+slots, and the time and cost of growth, follow `PartialModel` and `Scheduler`, which read the
+outputs of a call of several steps while the next one runs. Seconds are those of `StepSeconds`.
 """
 
 from __future__ import annotations
@@ -37,16 +36,17 @@ class SimulationSetting:
     """A simulated server and its clients.
 
     Attributes:
-      slots: of each model, for those whose profile names none.
-      steps: steps between two looks.
-      cap: most tokens of a request that wait for deeper keys and values.
+      slots: slots of each model whose profile has none.
+      steps: steps between two reads of outputs.
+      cap: maximum tokens of a request that wait for deeper keys and values.
       clients: number of clients, each of which sends a prompt when its last one is answered; as
         many as slots by default.
       arrivals: ascending seconds of every prompt, in place of clients.
-      thresholds: of models, by default as recorded.
+      thresholds: thresholds of models, by default as recorded.
       audits: share of answers, beside those of evaluations, that are audited; an audit takes as
         long as reading them.
-      free: loading takes no time.
+      free: whether loading takes no time.
+      seed: seed of the audits.
     """
 
     slots: int = 8
@@ -65,7 +65,7 @@ class SimulationSetting:
         if self.clients is not None:
             require_count("clients", self.clients)
         a = self.arrivals
-        # Of NaN neither is true, and sorting would leave it anywhere.
+        # Both comparisons are false for NaN, which sorting would not detect.
         ascends = a is None or all(0 <= s < math.inf for s in a) and list(a) == sorted(a)
         require(ascends, "arrivals", a, "must be seconds from 0 on, that ascend")
         require(0 <= self.audits <= 1, "audits", self.audits, "must lie in [0, 1]")
@@ -88,8 +88,10 @@ def simulate(
 ) -> SimulationResult:
     """Simulate the prompts of a trace in order, with the policy that `make(clock)` makes.
 
-    A text that continues in another model continues as that model's own. Raises ConfigError for
-    profiles, paces or arrivals that do not match the trace.
+    A text that continues in another model continues as that model's own.
+
+    Raises:
+      ConfigError: for profiles, paces or arrivals that do not match the trace.
     """
     setting = setting or SimulationSetting()
     for name, table in (("profiles", profiles), ("paces", paces)):
@@ -115,7 +117,7 @@ class SimulatedServer:
         def free(p):
             return dataclasses.replace(p, **none(p)) if setting.free else p
 
-        self.now = self.device = 0.0  # of the host, and when the device will have done its work
+        self.now = self.device = 0.0  # time of the host, and the end of the device's work
 
         def clock():
             return self.now
@@ -131,9 +133,9 @@ class SimulatedServer:
             clock=clock,
         )
         self.parts: dict[str, SimulatedModel] = {}
-        self.jobs: list[SimulatedRequest] = []  # that came
+        self.jobs: list[SimulatedRequest] = []  # requests that have arrived
         self.timeline: list[SimulatedEvent] = []
-        self._still = 0  # looks in a row at which there was nothing to do
+        self._still = 0  # consecutive turns without any work
         self._flops = self._byte_seconds = 0.0
         self._tables: dict[tuple[str, int, int], tuple[list, list]] = {}
         self._same = {name: m.same.tolist() for name, m in trace.models.items()}
@@ -196,9 +198,10 @@ class SimulatedServer:
         self.dispatcher.wait(self.jobs[-1])
 
     def _idle(self, arrivals) -> None:
-        """Advance the clock to the next event, where no model has anything to do.
+        """Advance the clock to the next event, if no model has work.
 
-        Raises RuntimeError where none will come.
+        Raises:
+          RuntimeError: if there is no next event.
         """
         times = [part.ready for part in self.parts.values() if part.target_segments > part.depth]
         loading = self.dispatcher.loading
@@ -206,7 +209,7 @@ class SimulatedServer:
         if arrivals is not None and len(self.jobs) < len(self.trace):
             times.append(arrivals[len(self.jobs)])
         times = [t for t in times if t > self.now]
-        # Once there may be none: what is wanted was made so, and prompts are given with the next.
+        # One turn without events is possible: prompts are assigned in the next one.
         self._still = 0 if times else self._still + 1
         if self._still > 2:
             state = f"{self.controller.wanted} is wanted, and {self.controller.current} serves"
@@ -257,7 +260,7 @@ class SimulatedServer:
     def free(self, model: str) -> None:
         part = self.parts.pop(model)
         for job in part.every:
-            # What a call under way would have brought is lost.
+            # The outputs of a running call are lost.
             job.done, job.part = job.num_read, None
         self.timeline.append(SimulatedEvent(self.now, "free", model, part.target_segments))
         self._flops += part.flops
@@ -288,7 +291,7 @@ class SimulatedServer:
         return self._tables[key]
 
     def _stepped(self, name: str, part: SimulatedModel) -> int:
-        """Step a model as `Scheduler.step`, and return how many prompts ended."""
+        """Step a model as `Scheduler.step` does, and return how many prompts ended."""
         if part.target_segments > part.depth and self.now >= part.ready:
             seconds = part.grown()
             self.now = self.device = max(self.device, self.now) + seconds  # the host waits for it
@@ -352,7 +355,7 @@ class SimulatedServer:
 
 @dataclasses.dataclass(frozen=True)
 class _Coming:
-    """A model that is being loaded, and is there when it is `ready`."""
+    """A model that is being loaded until it is `ready`."""
 
     server: SimulatedServer
     choice: ModelDepth

@@ -21,11 +21,14 @@ class SimulatedRequest(FleetRequest):
     """A prompt in the simulation.
 
     Attributes:
-      part: the model that has it.
-      todo: tokens that the model has yet to read before it writes.
-      done: tokens that it wrote, of which `num_read` were read from calls.
-      left: [segments] tokens that have yet to go through each segment.
-      stage, since: segment that the next token is before, and the step since which it is.
+      number: number of the prompt.
+      part: the model that serves it.
+      todo: tokens that the model still has to read before it generates.
+      done: generated tokens, of which `num_read` were read from calls.
+      num_read: generated tokens that were read from calls.
+      remaining: [segments] tokens that still have to go through each segment.
+      stage: the segment that the next token waits for.
+      since: the step since which it waits.
       agree: tokens that agree with the whole model.
     """
 
@@ -34,25 +37,30 @@ class SimulatedRequest(FleetRequest):
     todo: int = 0
     done: int = 0
     num_read: int = 0
-    left: list[int] = dataclasses.field(default_factory=list)
+    remaining: list[int] = dataclasses.field(default_factory=list)
     stage: int = 0
     since: int = 0
     agree: int = 0
 
 
 class SimulatedCall(NamedTuple):
-    """Steps that run until `end`. brought: (request, exits, below) of their outputs."""
+    """Steps that run until `end`.
+
+    Attributes:
+      end: seconds at which the call ends.
+      brought: (request, exits, below) of its outputs.
+    """
 
     end: float
     brought: list[tuple[SimulatedRequest, list[int], list[bool]]]
 
 
 class SimulatedModel:
-    """A model with its slots, as `PartialModel` and `Scheduler` have it.
+    """A model with its slots, as in `PartialModel` and `Scheduler`.
 
     Attributes:
       calls: running calls, of `steps` steps each.
-      flops: of the rows that were run, and of the heads of tokens.
+      flops: operations of the rows that were run, and of the heads of tokens.
     """
 
     def __init__(
@@ -116,7 +124,7 @@ class SimulatedModel:
         return seconds
 
     def cancel_growth(self) -> None:
-        """Cancel segments on their way, which leave their room at once."""
+        """Cancel segments that are being loaded, whose memory is free at once."""
         self.target_segments = self.depth
 
     def grown(self) -> float:
@@ -125,20 +133,20 @@ class SimulatedModel:
         new = slice(self.depth, self.target_segments)
         self.flops += held * sum(self.profile.energy[new])
         for job in self.jobs:
-            # Who has yet to come to the end has nothing there to go on from.
-            job.left += [job.left[-1]] * (self.target_segments - self.depth)
+            # A request that has not reached the last segment has no state to continue from.
+            job.remaining += [job.remaining[-1]] * (self.target_segments - self.depth)
         self.depth = self.target_segments
         return held * sum(self.profile.rebuild[new])
 
     def shrink(self, depth: int) -> None:
-        """Free segments; what is left of the model reads all texts anew."""
+        """Free segments; the remaining model reads all texts anew."""
         self.depth = self.target_segments = depth
         for job in self.jobs:
             self._read_anew(job)
 
     def _read_anew(self, job: SimulatedRequest) -> None:
         job.todo = int(self._trace.prompts[job.number]) + job.done
-        job.left = [0] * self.depth
+        job.remaining = [0] * self.depth
         job.stage, job.since = 0, self._clock
 
     def join(self) -> None:
@@ -165,8 +173,8 @@ class SimulatedModel:
     def _step(self, live: list[tuple[SimulatedRequest, list, list]]) -> float:
         """Run a step and return its seconds.
 
-        Each request gets a token, but for those that a segment has no room for, and those whose
-        prompts are still read: of these together a chunk, in order of arrival.
+        Each request gets a token, except those for which a segment has no room and those whose
+        prompts are still read: of these together a chunk runs, in order of arrival.
         """
         reading = [row for row in live if row[0].todo]
         seconds = self.pace.step
@@ -175,7 +183,7 @@ class SimulatedModel:
             seconds += self.pace.seconds(s, counts)
             self.flops += sum(counts) * self.profile.energy[s]
         for job, _, _ in live:
-            job.stage = max(job.stage, 0)  # the next one
+            job.stage = max(job.stage, 0)  # the next token
         chunk, room = [], self.pace.tokens
         for job, exits, below in reading:
             chunk.append(min(room, job.todo))
@@ -192,24 +200,24 @@ class SimulatedModel:
     def _go(self, live: list[tuple[SimulatedRequest, list, list]], s: int) -> list[int]:
         """Return the rows of each text that run a segment.
 
-        These are tokens that stand before it, with those that wait there, and tokens that may wait
-        no longer. Those that waited longest go first.
+        They are tokens that stand before it, with those that wait there, and tokens that may not
+        wait longer. Those that waited longest go first.
         """
-        counts, room = [], self.pace.most
+        counts, room = [], self.pace.max_rows
         for job, exits, below in sorted(live, key=lambda row: row[0].since):
-            full = job.left[-1] >= self._cap
-            stands = job.stage == s and not (full and s == 0)  # they go deeper before one begins
-            # Of those that wait, some may have yet to come here.
-            behind = job.left[s - 1] if s else 0
-            count = stands + job.left[s] - behind
+            full = job.remaining[-1] >= self._cap
+            stands = job.stage == s and not (full and s == 0)  # first empty the queue
+            # Some of the waiting tokens may not have reached this segment.
+            behind = job.remaining[s - 1] if s else 0
+            count = stands + job.remaining[s] - behind
             if not count or not (stands or full):
                 continue
             if counts and count > room:
-                room = 0  # nobody overtakes
+                room = 0  # keep the order
                 continue
             counts.append(count)
             room -= count
-            job.left[s] = behind
+            job.remaining[s] = behind
             if not stands:
                 continue
             job.since = self._clock
@@ -219,7 +227,7 @@ class SimulatedModel:
             self._write(job, exits, below)
             job.stage = -1  # until the next step
             for deeper in range(s + 1, self.depth):
-                job.left[deeper] += 1
+                job.remaining[deeper] += 1
         return counts
 
     def _by(self, job: SimulatedRequest) -> int:

@@ -1,9 +1,9 @@
-"""Traces of what models predict for prompts, exit by exit, for simulations of serving.
+"""Traces of models' predictions for prompts, exit by exit, for simulations of serving.
 
-A trace is teacher-forced: each model writes every prompt's text greedily with all of its layers,
-and what its exits predict is read in one pass over that text. So the text is the same whichever
-exit a token leaves by; in serving, a token that is not the full model's changes what comes after
-it.
+A trace is teacher-forced: each model generates every prompt's text greedily with all of its layers,
+and the predictions of its exits are read in one pass over that text. The text is therefore the same
+whichever exit a token leaves by; in serving, a token that differs from the full model's changes the
+text after it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ class PromptTrace:
     kinds: tuple[str, ...]
 
     def __post_init__(self):
-        require(bool(self.models), "models", self.models, "must be one at least")
+        require(bool(self.models), "models", self.models, "must be at least one")
         shapes = {name: (len(m), m.new) for name, m in self.models.items()}
         same = len(set(shapes.values())) == 1
         require(same, "models", shapes, "must have as many prompts and tokens, all of them")

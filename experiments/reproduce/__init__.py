@@ -1,1 +1,1 @@
-"""Published results reproduced at a size for 2 CPU cores, one a file."""
+"""Reproductions of published results at a size for 2 CPU cores, one a file."""

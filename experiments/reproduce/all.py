@@ -110,7 +110,7 @@ def writable(path: str | os.PathLike) -> pathlib.Path:
 def chosen_steps(
     steps: Sequence[ReproductionStep], only: Sequence[str] | None
 ) -> list[ReproductionStep]:
-    """The steps named, with those that they need, in order; all if only is None."""
+    """Return the named steps, with those that they need, in order; all steps for None."""
     by_name = {step.name: step for step in steps}
     wanted: set[str] = set()
     queue = list(by_name if only is None else only)
@@ -161,7 +161,7 @@ def run_all(
 
 
 def impossible(step: ReproductionStep, data: str | None, failed: Mapping[str, str]) -> str:
-    """The reason why a step cannot run; empty if it can."""
+    """Return the reason why a step cannot run; empty if it can."""
     if step.data and not data:
         return "EEJAX_DATA is not set: set it to the folder of prompts and texts"
     lacking = [name for name in step.needs if name in failed]
@@ -171,7 +171,7 @@ def impossible(step: ReproductionStep, data: str | None, failed: Mapping[str, st
 def digests_of(
     steps: Sequence[ReproductionStep], workdir: pathlib.Path, data: str | None
 ) -> dict[str, str]:
-    """Digest, for each step, all that its result depends on but the library."""
+    """Digest, for each step, everything that its result depends on except the library."""
     files = data_files(data)
     found: dict[str, str] = {}
     for step in steps:
@@ -183,7 +183,7 @@ def digests_of(
 
 
 def data_files(data: str | None) -> str:
-    """Names and sizes of the files in the data folder."""
+    """Return names and sizes of the files in the data folder."""
     if not data:
         return ""
     root = expanded(data)
@@ -192,15 +192,17 @@ def data_files(data: str | None) -> str:
 
 
 class StepRecord(NamedTuple):
-    """A step that finished: a digest of what its result depends on, and its findings."""
+    """A finished step: a digest of its inputs, and its findings."""
 
     digest: str = ""
     findings: tuple[Finding, ...] = ()
 
 
 def record_of(step: ReproductionStep, workdir: pathlib.Path) -> StepRecord:
-    """The record of a step that finished; empty if there is none, or a damaged one, which is
-    said."""
+    """Return the record of a finished step; empty if there is none.
+
+    A damaged record counts as none, and is reported.
+    """
     path = workdir / "records" / f"{step.name}.json"
     if not path.is_file():
         return StepRecord()

@@ -17,8 +17,11 @@ def grouped_bars(
     *,
     xlabel: str = "",
 ) -> Figure:
-    """Panels, three in a row: title, which says the unit, -> name of a series -> a number for each
-    of the `groups`. Series have the same names in all panels, and one legend."""
+    """Draw panels of grouped bars, three in a row.
+
+    A panel has a title, which names the unit, and by the name of a series one number for each of
+    the `groups`. Series have the same names in all panels, and one legend.
+    """
     names = list(next(iter(panels.values())))
     with matplotlib.rc_context(STYLE):
         columns = min(3, len(panels))

@@ -1,12 +1,4 @@
-"""The catalogue of the three papers' claims, and which findings speak of each.
-
-A finding with a key belongs to the claim of that key, and takes its place and words from there.
-One without belongs to the claims of its place that have its text. A place with a single claim
-has every finding of that place, so that a figure may have a finding for each of its curves.
-A finding that says something else of a place with several claims is shown there, and stands for
-none of them. A finding may name several places ("Section 3.2, Table 1"), or a part of one
-("Figure 3(b)").
-"""
+"""Catalogue of the three papers' claims, and the findings about each."""
 
 from __future__ import annotations
 
@@ -53,18 +45,18 @@ def finding(
 
 
 def key_of(paper: str, place: str, text: str) -> str:
-    """The key of the claim with this place and text; empty if there is none."""
+    """Return the key of the claim with this place and text; empty if there is none."""
     found = (c.key for c in CATALOGUE.get(paper, ()) if (c.place, c.text) == (place, text))
     return next(found, "")
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A claim of the catalogue with the findings that speak of it.
+    """A claim of the catalogue with the findings about it.
 
     Attributes:
       claim: the claim.
-      findings: those that speak of it.
+      findings: findings about it.
       besides: further findings of its place, on the place's last claim.
     """
 
@@ -78,10 +70,10 @@ class Collection:
     """All findings by claim.
 
     Attributes:
-      entries: of each of `PAPERS`, its claims in the order of the paper.
+      entries: for each of `PAPERS`, its claims in the order of the paper.
       others: findings about `OTHER_PAPERS`.
       missing: "PAPER, PLACE: claim" for each claim without a finding.
-      unknown: what is wrong with each finding that belongs to no claim.
+      unknown: the problem with each finding that belongs to no claim.
     """
 
     entries: Mapping[str, tuple[Entry, ...]]
@@ -97,7 +89,7 @@ class Collection:
 def collect(
     findings: Iterable[Finding], catalogue: Mapping[str, Sequence[Claim]] = CATALOGUE
 ) -> Collection:
-    """Assign findings to the claims that they speak of."""
+    """Assign findings to their claims."""
     claims = {paper: catalogue[paper] for paper in PAPERS if paper in catalogue}
     found: dict[tuple[str, str], list[Finding]] = {}
     besides: dict[tuple[str, str], list[Finding]] = {}
@@ -143,7 +135,10 @@ def collect(
 
 
 def claims_at(place: str, claims: Sequence[Claim]) -> list[list[Claim]]:
-    """The claims at each place that a finding names; those of the whole if a part has none."""
+    """Return the claims at each place that a finding names, or those of the whole place.
+
+    The claims of the whole count if a part has none.
+    """
     places = [(c, labels(c.place)) for c in claims]
     found = []
     for label in labels(place):
@@ -157,7 +152,7 @@ def claims_at(place: str, claims: Sequence[Claim]) -> list[list[Claim]]:
 
 
 def labels(place: str) -> list[str]:
-    """Single places of a text such as "Figures 3 and 4", "Eq. 4 to 6", "C.2.1, Figure 3(b)"."""
+    """Return the single places of a text such as "Figures 3 and 4" or "C.2.1, Figure 3(b)"."""
     found, kind, before = [], "", ""
     for word in re.split(r"[\s,;]+", place.replace("(", " (")):
         number = word.strip("().-")
@@ -178,7 +173,7 @@ def labels(place: str) -> list[str]:
 
 
 def _whole(label: str) -> str:
-    """The place that a part belongs to: "Figure 3" of "Figure 3b", "" of a whole one."""
+    """Return the place that a part belongs to: "Figure 3" for "Figure 3b", "" for a whole one."""
     kind, _, number = label.partition(" ")
     if number[-1:] in ("a", "b", "c"):
         return f"{kind} {number[:-1]}"

@@ -1,8 +1,4 @@
-"""Claims of papers, and what a reproduction finds of each.
-
-A reproduction's summary has a list `findings`, one `Finding` for each claim that it speaks of;
-`eejax reproduce all` collects them on one page.
-"""
+"""Claims of papers, and the findings of reproductions about them."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ OTHER_PAPERS = ("CALM", "LayerSkip")
 class Verdict(enum.StrEnum):
     """Outcome of a reproduction for our value at our scale.
 
-    The last one stands where our value can show neither of the others.
+    The last one is for values that can show neither of the others.
     """
 
     HOLDS = "holds"

@@ -65,11 +65,11 @@ class Variant:
     """A model.
 
     Attributes:
-      title: what a figure's panel is called.
-      head: of all exits: "tied" to the input embedding, or each its "own".
-      exits: the early ones.
-      weights: of their losses.
-      layers: how many it has.
+      title: title of its panel in a figure.
+      head: head of all exits: "tied" to the input embedding, or each its "own".
+      exits: the early exits.
+      weights: weights of their losses.
+      layers: number of layers.
     """
 
     title: str
@@ -80,12 +80,12 @@ class Variant:
 
     @property
     def standard(self) -> str:
-        """Name of the model without early exits that this one is compared with."""
+        """Name of the model without early exits that is the baseline of this one."""
         return f"standard_{self.head}"
 
     @property
     def alone(self) -> tuple[str, ...]:
-        """Names of standard models that end where its early exits stand."""
+        """Names of standard models that end at its early exits."""
         names = (f"{self.standard}_{e['boundary']}" for e in self.exits)
         return tuple(name for name in names if name in VARIANTS)
 
@@ -115,8 +115,11 @@ VARIANTS |= {
 
 
 def experiment(name: str, seed: int, steps: int, packed: pathlib.Path, tiny: bool = False):
-    """The run of a variant. With equal seeds, all variants begin with the same layers and read the
-    same text in the same order."""
+    """Return the run of a variant.
+
+    With equal seeds, all variants begin with the same layers and read the same text in the same
+    order.
+    """
     from eejax.train.config import Experiment, default_config
 
     variant = VARIANTS[name]
@@ -158,7 +161,9 @@ def experiment(name: str, seed: int, steps: int, packed: pathlib.Path, tiny: boo
 class Losses:
     """Losses of a finished run, by the name of the exit, in nats per token.
 
-    training: [steps], NaN where none was recorded. held_out: after the last step.
+    Attributes:
+      training: [steps], NaN where none was recorded.
+      held_out: losses after the last step.
     """
 
     training: dict[str, np.ndarray]
@@ -296,7 +301,7 @@ def pace(
 
 
 def judge(rows: list[dict]) -> list[dict]:
-    """The claims, each with a line that says what was found and whether it `holds`."""
+    """Judge the claims, each with a line that says what was found and whether it `holds`."""
     from eejax.experiments.reproduce.loss_curves import SeedSpread
 
     def named(wrong):
@@ -329,7 +334,7 @@ COMPARED = ("fig6_tied", "fig6_own")  # with the standard model, in the paper's 
 
 
 def findings(rows: list[dict]) -> list[dict]:
-    """Findings about the paper's Figures 6 and 11. The curves' values are in its pictures only."""
+    """Return findings about the paper's Figures 6 and 11, whose values are only in its pictures."""
     from eejax.experiments.reproduce.catalogue import finding
     from eejax.experiments.reproduce.loss_curves import SeedSpread
 
@@ -394,7 +399,7 @@ def _points(rows: list[dict], field: str) -> str:
 
 
 def alone_pace(rows: list[dict], name: str) -> str:
-    """Say how standard models that end where the variant's exits stand fall by themselves."""
+    """Describe how the losses of standard models that end at the variant's exits fall."""
     alone = [row for row in rows if row["variant"] in VARIANTS[name].alone]
     if not alone:
         return ""
@@ -403,7 +408,7 @@ def alone_pace(rows: list[dict], name: str) -> str:
 
 
 def alone_losses(rows: list[dict], name: str) -> str:
-    """Say how much of the exits' distance standard models that end there have by themselves."""
+    """Describe the share of the exits' distance that standard models ending there have too."""
     losses = {(row["variant"], row["exit"]): row["loss"]["mean"] for row in rows}
     whole = losses[VARIANTS[name].standard, "final"]
     told = []
@@ -421,7 +426,7 @@ def alone_losses(rows: list[dict], name: str) -> str:
 
 
 def stacked(seeds: list[Losses]) -> dict[str, np.ndarray]:
-    """Training losses [seeds, steps] of every exit."""
+    """Return the training losses [seeds, steps] of every exit."""
     return {name: np.stack([run.training[name] for run in seeds]) for name in seeds[0].training}
 
 

@@ -16,7 +16,7 @@ from eejax.pipeline.simulate import PassTime
 
 
 def time_bound(p: int, m: int, n: Sequence[int], of: Mapping[str, PassTime]) -> float:
-    """Upper bound on the time of an iteration of M microbatches (A.3.1, step 3)."""
+    """Return the upper bound on the time of an iteration of M microbatches (A.3.1, step 3)."""
     both = {o: work.forward + work.backward for o, work in of.items()}
     parts_1_and_3 = both["IN"] + (p - 1) * both["BB"]
     parts_1_and_3 += sum(n[i - 1] * both["EE"] for i in range(1, p))
@@ -27,7 +27,10 @@ def time_bound(p: int, m: int, n: Sequence[int], of: Mapping[str, PassTime]) -> 
 
 
 def stage_memory(p: int, n: Sequence[int], of: Mapping[str, Size]) -> np.ndarray:
-    """Total memory [P] of the stages (Eq. 4 to 6); `Size.state` is alpha m_o, `Size.kept` m_o^+."""
+    """Return the total memory [P] of the stages (Eq. 4 to 6).
+
+    `Size.state` is alpha m_o, `Size.kept` m_o^+.
+    """
     out = np.zeros(p)
     for i in range(1, p + 1):
         parameters = (
@@ -47,5 +50,5 @@ def stage_memory(p: int, n: Sequence[int], of: Mapping[str, Size]) -> np.ndarray
 
 
 def max_inserted(p: int, f: float, b: float) -> int:
-    """K: microbatches that can be inserted into Part 1 or Part 2 (C.2.1)."""
+    """Return K, the microbatches that can be inserted into Part 1 or Part 2 (C.2.1)."""
     return math.floor((p - 1) / (f / b + 1))

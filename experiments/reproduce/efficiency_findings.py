@@ -27,7 +27,7 @@ ROUNDING = 0.005  # seconds and GB of Table 1 are printed with two decimals
 
 
 def of(efficiency: dict) -> list[Finding]:
-    """All findings. efficiency: results by model, as results.json has them."""
+    """Return all findings; `efficiency` has results by model, as in results.json."""
     return [
         *schedules(),
         *formulas(),
@@ -43,7 +43,7 @@ def judged(key: str, holds: bool | None, ours: str, scale: str, why: str) -> Fin
 
 
 def schedules() -> Iterator[Finding]:
-    """Figure 3, in Figure 3's proportions: a stage takes 2, an exit 1 forward."""
+    """Judge Figure 3, in its proportions: a stage takes 2, an exit 1 forward."""
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.simulate import PassTime, stage_costs
 
@@ -67,7 +67,7 @@ def schedules() -> Iterator[Finding]:
 
 
 def formulas(cases: int = 200) -> Iterator[Finding]:
-    """A.3.1's bound and Eq. 4 to 6, as the paper writes them, against the simulated schedule."""
+    """Judge A.3.1's bound and Eq. 4 to 6 against the simulated schedule."""
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.costs import Size, Sizes, peak_memory
     from eejax.pipeline.simulate import PassTime, stage_costs
@@ -126,7 +126,7 @@ Remark A.2), by which rows are judged, and before it comes (the released code)."
 
 
 def predicted(name: str, holds: bool) -> bool | None:
-    """The verdict of a claim about time; None for a model to which a constant is fitted."""
+    """Return the verdict of a claim about time; None for a model to which a constant is fitted."""
     return holds if name == PREDICTED else None
 
 
@@ -135,7 +135,7 @@ def reason(name: str, why: str) -> str:
 
 
 def by_order(told: Callable[[str], str]) -> str:
-    """Text of `told` for the paper's order, with that for the released code's if it differs."""
+    """Return the text of `told` for the paper's order, and the released code's if it differs."""
     paper, released = told(PAPER), told(RELEASED)
     if paper == released:
         return paper
@@ -143,7 +143,7 @@ def by_order(told: Callable[[str], str]) -> str:
 
 
 def table1_time(name: str, row: dict, rows: Sequence[dict]) -> Finding:
-    """An iteration's extra time: about 1 % without optimizations, and what each one saves."""
+    """Judge an iteration's extra time: about 1 % without optimizations, and the savings of each."""
     base, without = rows[0], rows[1]
     # Differences of two numbers that are rounded to 0.01 s.
     slack = 2 * ROUNDING / base["paper_seconds"]
@@ -233,7 +233,7 @@ def table1_both(name: str, both: dict) -> Finding:
 
 
 def worse_place(name: str, rows: Sequence[dict]) -> Finding:
-    """The end of Stage 1 beside the beginning of Stage 2, both with optimization 1."""
+    """Compare the end of Stage 1 with the beginning of Stage 2, both with optimization 1."""
     both, late = rows[-1], next(r for r in rows if r["row"] == "Early-exit (1)")
     seconds = {key: (late[key] - both[key]) * rows[0]["seconds"] for key in (PAPER, RELEASED)}
     more = late["peak_gb"] - both["peak_gb"]
@@ -380,7 +380,7 @@ def figure9(efficiency: dict) -> Iterator[Finding]:
 
 
 def filling() -> Iterator[Finding]:
-    """Figure 4 and Appendix C.2: how many microbatches fit."""
+    """Judge Figure 4 and Appendix C.2: the number of microbatches that fit."""
     from eejax.pipeline.schedule_fill import filled
     from eejax.pipeline.simulate import PassTime, stage_costs
 

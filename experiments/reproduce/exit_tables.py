@@ -1,4 +1,4 @@
-"""EE-LLM's Tables 3 and 4: texts by the exit of every token, and what every exit predicts."""
+"""EE-LLM's Tables 3 and 4: texts by the exit of every token, and the predictions of every exit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ SHOWN = 24  # rows of Table 4 in the terminal
 
 
 def text_prompts(rows: np.ndarray, mixed: Sequence[str], model, n: int) -> list[list[int]]:
-    """Every second one of the mixed prompts, the first of held-out text; half a context at most."""
+    """Return every second mixed prompt, the first of held-out text.
+
+    They are at most half a context long.
+    """
     half, prompts = model.config.context_length // 2, []
     for i in range(n):
         if i % 2 == 0:
@@ -31,10 +34,9 @@ def pieces_of(tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> list[str]
 def pieces_in_place(
     tokenizer, whole: Sequence[int], begin: int, predicted: Sequence[int]
 ) -> list[str]:
-    """The text of each predicted token behind the tokens of `whole` before its place.
+    """Return the text of each predicted token after the tokens of `whole` before its place.
 
-    Args:
-      begin: index in `whole` of the first token that was predicted.
+    `begin` is the index in `whole` of the first token that was predicted.
     """
     from eejax.data.streams import text_behind
 
@@ -45,8 +47,10 @@ def pieces_in_place(
 
 
 def texts_of(model, prompts: list[list[int]], thresholds: Sequence[float]) -> list[dict]:
-    """Table 3: of each prompt, the text at each threshold by tokens, with the boundaries of their
-    exits and their confidences."""
+    """Return Table 3: for each prompt, the text at each threshold by tokens.
+
+    Each token has the boundary of its exit and its confidence.
+    """
     from eejax.inference import Generator
 
     generator = Generator.make(model.params, model.config, "recompute")
@@ -70,8 +74,10 @@ def texts_of(model, prompts: list[list[int]], thresholds: Sequence[float]) -> li
 
 
 def exits_of(model, prompt: list[int]) -> dict:
-    """Table 4: of the full model's text after a prompt, what every exit predicts and how
-    confidently, `[exits][tokens]`."""
+    """Return Table 4: every exit's predictions for the full model's text after a prompt.
+
+    They have their confidences, `[exits][tokens]`.
+    """
     from eejax import calibration
     from eejax.inference import Generator
 
@@ -120,7 +126,7 @@ def agreeing(table: dict) -> list[dict]:
 
 
 def page_of(table3: Sequence[dict], table4: dict) -> str:
-    """Both as a page of HTML, with colors."""
+    """Return both tables as a page of HTML, with colors."""
     from eejax.experiments.reproduce.exit_texts import exit_text, page, predictions
 
     boundaries, parts = table4["boundaries"], []

@@ -1,8 +1,4 @@
-"""Texts whose tokens left by different exits, for terminals and as a page of HTML.
-
-A text is a list of (piece, exit): what each token adds to it, and the number of the exit that
-emitted it, the final one's last.
-"""
+"""Texts whose tokens left by different exits, for terminals and as a page of HTML."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ Text = Sequence[tuple[str, int]]
 
 
 def visible(text: str) -> str:
-    """The text in one line: what is not printed as it stands is escaped, and a space shown."""
+    """Return the text in one line, with unprintable characters escaped and spaces visible."""
     return "".join("␣" if c == " " else c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
@@ -34,7 +30,7 @@ def marked(text: Text, boundaries: Sequence[int]) -> str:
 
 
 def exit_text(prompt: str, texts: Mapping[str, Text], boundaries: Sequence[int]) -> str:
-    """HTML: a prompt, and below it the texts after it by name, tokens on their exits' colors."""
+    """Return HTML of a prompt and, below it, its texts by name, tokens in their exits' colors."""
     rows = [f"<pre class=prompt>{html.escape(prompt)}</pre>"]
     for name, text in texts.items():
         spans = "".join(_token(piece, exit_, boundaries) for piece, exit_ in text)
@@ -49,9 +45,10 @@ def predictions(
     same: Sequence[Sequence[bool]],
     boundaries: Sequence[int],
 ) -> str:
-    """HTML: a text's tokens, one in a row, and (token, confidence) that each exit predicts.
+    """Return HTML of a text's tokens, one in a row, with each exit's (token, confidence).
 
-    predicted, same: `[exits][tokens]`; where it is not the `same` as the final one's it is marked.
+    `predicted` and `same` are `[exits][tokens]`; predictions that differ from the final exit's are
+    marked.
     """
     header = "".join(f"<th>after {stop}</th>" for stop in boundaries)
     rows = [f"<pre class=prompt>{html.escape(prompt)}</pre>", f"<table><tr><th>token</th>{header}"]
@@ -66,7 +63,7 @@ def predictions(
 
 
 def page(title: str, parts: Sequence[tuple[str, str]], boundaries: Sequence[int]) -> str:
-    """A whole page of (heading, HTML), with a legend of the exits' colors."""
+    """Return a whole page of (heading, HTML), with a legend of the exits' colors."""
     legend = " ".join(
         _token(
             "the final exit" if e == len(boundaries) - 1 else f"exit after {stop}", e, boundaries
@@ -87,7 +84,7 @@ td, th {{ padding: 0 1em 0 0; text-align: left; font-family: monospace; }}
 
 
 def _token(piece: str, exit_: int, boundaries: Sequence[int]) -> str:
-    """A piece on the color of its exit; the final one has none."""
+    """Return a piece in the color of its exit; the final exit has none."""
     text = html.escape(piece)
     if exit_ == len(boundaries) - 1:
         return f"<span>{text}</span>"

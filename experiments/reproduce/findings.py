@@ -1,4 +1,4 @@
-"""A list of findings of one paper, judged as they are added."""
+"""List of findings of one paper, judged as they are added."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Findings:
     """Findings of a paper at one scale, in the order in which they are added.
 
     Args:
-      paper: of `claims.PAPERS`.
+      paper: one of `claims.PAPERS`.
       scale: model, data and device of all values that name no other.
     """
 

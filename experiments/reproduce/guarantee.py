@@ -103,7 +103,7 @@ def finding(result: dict):
 
 
 def batches(run) -> Iterator[Mapping[str, np.ndarray]]:
-    """Texts, one in a row: of --text, or windows of the run's held-out text."""
+    """Return texts, one in each row: of --text, or windows of the run's held-out text."""
     from eejax import data
 
     if not _TEXT.value:
@@ -182,7 +182,7 @@ def divide(
 
 
 def add_speeds(result: dict, model, texts: Sequence[Mapping[str, np.ndarray]], pairs: int) -> None:
-    """Adds `speed` over `full`, decoding on from the beginnings of texts, measured."""
+    """Add the measured `speed` over `full`, decoding from the beginnings of texts."""
     context, hand = model.config.context_length, result["hand_picked"]
     rows = [
         tokens[: int((labels >= 0).sum())]

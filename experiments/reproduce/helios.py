@@ -120,11 +120,13 @@ def scale(measured) -> str:
 
 
 def reproduce(measured, world) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All numbers by table and figure, and the timelines of simulations; prints them as they come.
+    """Return all numbers by table and figure, and the timelines of simulations.
+
+    Numbers are printed as they are computed.
 
     Args:
       measured: `helios_models.Measured`.
-      world: share of tokens that leave early -> `helios_simulated.World`.
+      world: `helios_simulated.World` by the share of tokens that leave early.
     """
     from eejax.helios.choices import ControllerOptions
 
@@ -169,7 +171,10 @@ def reproduce(measured, world) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def live(models, measured, world) -> dict[str, Any]:
-    """Relative errors of the simulation against a real fleet: of each whole model, and HELIOS."""
+    """Return relative errors of the simulation against a real fleet.
+
+    They are of each whole model, and of HELIOS.
+    """
     from eejax.experiments.helios_simulation import policies
     from eejax.experiments.helios_simulation.result import show_errors, validate
     from eejax.experiments.helios_simulation.simulator import simulate

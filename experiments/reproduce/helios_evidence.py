@@ -19,7 +19,7 @@ SMALLEST = 1e-12  # a probability, so that its logarithm is finite
 
 
 def threshold_for(trace, share: float) -> float:
-    """The threshold, one for all exits, at which `share` of the tokens leave early."""
+    """Return the threshold, one for all exits, at which `share` of the tokens leave early."""
     surest = trace.confidences[..., :-1].max(-1)
     if not trace.prefill_exit:
         surest = surest[:, 1:]
@@ -28,14 +28,14 @@ def threshold_for(trace, share: float) -> float:
 
 
 def tasks_of(trace) -> dict[str, np.ndarray]:
-    """Prompts [p] bool of every task, all of them first."""
+    """Return a mask of prompts [p] bool for every task, all prompts first."""
     kinds = np.array(trace.kinds)
     every = {"all": np.ones(len(kinds), bool)}
     return every | {task: kinds == task for task in dict.fromkeys(trace.kinds)}
 
 
 def exit_shares(trace, thresholds: Mapping[str, float]) -> list[dict]:
-    """Figures 7 and 11a: share of tokens by exit, for each model and task."""
+    """Compute Figures 7 and 11a: share of tokens by exit, for each model and task."""
     rows = []
     for name, model in trace.models.items():
         exits, _ = model.leaves(thresholds[name])
@@ -55,11 +55,11 @@ def exit_shares(trace, thresholds: Mapping[str, float]) -> list[dict]:
 
 
 def unchanged(trace) -> list[dict]:
-    """Figure 8: of the tokens below a threshold at the first exit, the share that stays the same.
+    """Compute Figure 8: the share of tokens below a threshold at the first exit that stay the same.
 
     Returns:
-      For each model and task `unchanged`, one number for each of `LIMITS`, None where no token is
-      below; `below`: the share of tokens that are. At 1 these are all tokens.
+      for each model and task `unchanged`, one number for each of `LIMITS`, None where no token is
+      below; and `below`, the share of tokens that are. At 1 these are all tokens.
     """
     rows = []
     for name, model in trace.models.items():
@@ -82,15 +82,15 @@ def unchanged(trace) -> list[dict]:
 
 
 def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
-    """Figures 9 and 11b: where one model's tokens leave in another that reads the same text.
+    """Compute Figures 9 and 11b: exits of one model's tokens in another that reads the same text.
 
     Args:
-      along: (reader, writer) -> the reader's exits on the writer's text.
+      along: the reader's exits on the writer's text, by (reader, writer).
 
     Returns:
       `past_first`: the reader's exit shares of the tokens that need more than the writer's first
       exit ("High-Exit Tokens", section 3.4.1); `first`: of the others; `last`: of those that need
-      all of the writer's layers. `either`: share of tokens that leave early in one model at least.
+      all of the writer's layers. `either`: share of tokens that leave early in at least one model.
     """
     rows = []
     for (reader, writer), other in along.items():
@@ -120,27 +120,27 @@ def complementary(trace, along, thresholds: Mapping[str, float]) -> list[dict]:
 
 
 def perplexities(model, exits: np.ndarray) -> np.ndarray:
-    """Perplexity [p] of prompts' tokens at the exits [p, n] that they leave by."""
+    """Return the perplexity [p] of prompts' tokens at the exits [p, n] that they leave by."""
     chosen = np.take_along_axis(model.confidences, exits[..., None], -1)[..., 0]
     return np.exp(-np.log(np.maximum(chosen, SMALLEST)).mean(1))
 
 
 def mean_perplexity(each: np.ndarray) -> float:
-    """Perplexity of texts of equal length, from that of each."""
+    """Return the perplexity of texts of equal length, from that of each."""
     return float(np.exp(np.log(each).mean()))
 
 
 def table_1(trace, judged: Mapping[str, Sequence[float]], thresholds) -> list[dict]:
-    """Table 1: perplexity over all prompts, as a benchmark has it, and over a task's first prompts.
+    """Compute Table 1: perplexity over all prompts, and over a task's first prompts.
 
     Args:
-      judged: mean log-probability of each prompt's text under a model of its own, by writer.
+      judged: mean log-probability of each prompt's text under a separate model, by writer.
 
     Returns:
-      For each task and for two measures, "own" (each model of its own text, at the exits that
-      tokens leave by) and "judge" (of the text of all layers): perplexity by model over all
-      prompts (`before`), over the first `EVALUATED` of the task (`after`), and over all of the
-      task (`task_mean`).
+      for each task and for two measures, "own" (each model of its own text, at the exits that
+      tokens leave by) and "judge" (of the text of all layers): perplexity by model over all prompts
+      (`before`), over the first `EVALUATED` of the task (`after`), and over all of the task
+      (`task_mean`).
     """
     own = {
         name: np.log(perplexities(model, model.leaves(thresholds[name])[0]))
@@ -188,10 +188,11 @@ def choices(rows: Sequence[dict], measure: str) -> dict[str, int]:
 
 
 def speculative(trace, along, profiles, thresholds, task: str) -> dict:
-    """Section 6: operations of drafting by the small model, over the large one's with two exits.
+    """Compute section 6: operations of drafting by the small model, over the large one's.
 
-    Drafts of each of `DRAFTS` lengths are accepted as far as the small model, reading the large
-    one's text, says the same; the length that takes least is given. Operations are of decoding.
+    The large one has two exits. Drafts of each of `DRAFTS` lengths are accepted as far as the small
+    model, reading the large one's text, predicts the same; the length that takes least is given.
+    Operations are of decoding.
     """
     small, large = trace.models
     which = tasks_of(trace).get(task, np.ones(len(trace), bool))
@@ -223,7 +224,10 @@ def speculative(trace, along, profiles, thresholds, task: str) -> dict:
 
 
 def _rounds(accepted: Sequence[bool], k: int) -> int:
-    """Drafts of k tokens that a text takes; a draft brings those accepted, and one more."""
+    """Return the number of drafts of k tokens that a text takes.
+
+    Each draft adds its accepted tokens, and one more.
+    """
     position = rounds = 0
     while position < len(accepted):
         draft = accepted[position : position + k]
@@ -233,7 +237,7 @@ def _rounds(accepted: Sequence[bool], k: int) -> int:
 
 
 def prices(profiles: Mapping, trace, thresholds: Mapping[str, float]) -> dict:
-    """Profiles with the trace's agreements, and the operations that exits spare, at thresholds."""
+    """Return profiles with the trace's agreements and operations saved, at thresholds."""
     from eejax.helios.profiles import spared
     from eejax.inference.options import EngineOptions
 

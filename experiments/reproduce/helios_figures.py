@@ -21,7 +21,7 @@ MOST = 0.995  # quantile above which a timeline is cut off, so that loading does
 
 
 def figures(result: Mapping[str, Any], lines: Mapping[str, Any]) -> dict[str, Any]:
-    """matplotlib figures by file name."""
+    """Return matplotlib figures by file name."""
     drawn = {
         "figure_6.png": by_layer(result["figure_6"]),
         "figure_7.png": exits_by_task(result["figure_7"]),
@@ -39,7 +39,7 @@ def figures(result: Mapping[str, Any], lines: Mapping[str, Any]) -> dict[str, An
 
 
 def over_prompts(shown: Sequence[Any], field: str, label: str, title: str):
-    """Each model alone and HELIOS, prompt by prompt, with what HELIOS decides."""
+    """Draw each model alone and HELIOS, prompt by prompt, with HELIOS' decisions."""
     from eejax.analysis.plots import STYLE, exit_colors, figure_of
 
     top = max(float(np.quantile(getattr(line, field), MOST)) for line in shown)
@@ -62,7 +62,7 @@ def over_prompts(shown: Sequence[Any], field: str, label: str, title: str):
 
 
 def by_layer(rows: Sequence[Mapping[str, Any]]):
-    """Figure 6: operations and weights of a token by the layer of its exit."""
+    """Draw Figure 6: operations and weights of a token by the layer of its exit."""
     from eejax import analysis
 
     names = [*dict.fromkeys(row["model"] for row in rows)]
@@ -84,7 +84,7 @@ def by_layer(rows: Sequence[Mapping[str, Any]]):
 
 
 def exits_by_task(rows: Sequence[Mapping[str, Any]]):
-    """Figures 7 and 11a: shares of tokens by exit."""
+    """Draw Figures 7 and 11a: shares of tokens by exit."""
     from eejax.experiments.reproduce.bars import grouped_bars
 
     tasks = [*dict.fromkeys(row["task"] for row in rows)]
@@ -100,7 +100,7 @@ def exits_by_task(rows: Sequence[Mapping[str, Any]]):
 
 
 def unchanged(rows: Sequence[Mapping[str, Any]]):
-    """Figure 8: share of tokens that stay the same, by the threshold that keeps them."""
+    """Draw Figure 8: share of tokens that stay the same, by the threshold that keeps them."""
     from eejax import analysis
 
     tasks = [*dict.fromkeys(row["task"] for row in rows)]
@@ -120,7 +120,7 @@ def unchanged(rows: Sequence[Mapping[str, Any]]):
 
 
 def complementary(own: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]):
-    """Figures 9 and 11b: one model's tokens, and those past its first exit in the other model."""
+    """Draw Figures 9 and 11b: a model's tokens, and those past its first exit in the other."""
     from eejax.experiments.reproduce.bars import grouped_bars
 
     panels = {}
@@ -135,7 +135,7 @@ def complementary(own: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, 
 
 
 def requests(rows: Sequence[Mapping[str, Any]]):
-    """Figure 15: requests at a time over those of the whole model."""
+    """Draw Figure 15: requests at a time over those of the whole model."""
     from eejax.experiments.reproduce.bars import grouped_bars
 
     ones = [1.0 for _ in rows]
@@ -145,7 +145,7 @@ def requests(rows: Sequence[Mapping[str, Any]]):
 
 
 def sensitivity(over: Mapping[str, Sequence[Mapping[str, Any]]]):
-    """Figure 17: throughput over the reassessment interval and the threshold."""
+    """Draw Figure 17: throughput over the reassessment interval and the threshold."""
     from eejax import analysis
 
     interval, early = over["interval"], sorted(over["early"], key=_threshold)

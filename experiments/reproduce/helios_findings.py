@@ -1,8 +1,4 @@
-"""A `Finding` for every table, figure and quoted number of HELIOS' paper.
-
-A gain (1.48x) holds where ours is at least half of it (1.24x). A share holds within `NEAR`, or
-above where more is better.
-"""
+"""Findings about every table, figure and quoted number of HELIOS' paper."""
 
 from __future__ import annotations
 
@@ -18,12 +14,12 @@ from eejax.experiments.reproduce.helios_simulated import of
 
 
 def findings(result: Mapping[str, Any], lines: Mapping[str, Any], scale: str) -> list[dict]:
-    """All findings, as dicts.
+    """Return all findings, as dicts.
 
     Args:
-      result: what `eejax reproduce helios` computed, by table and figure.
+      result: the result of `eejax reproduce helios`, by table and figure.
       lines: `PromptCurves` by the name of a row.
-      scale: of everything that was run or simulated.
+      scale: scale of everything that was run or simulated.
     """
     found = Findings("HELIOS", scale)
     _shapes(found, result)
@@ -333,7 +329,7 @@ def _settings(found: Findings, result: Mapping[str, Any]) -> None:
 
 
 def _gains_of_exits(found: Findings, result: Mapping[str, Any]) -> None:
-    """Each model alone, with and without early exits."""
+    """Judge each model alone, with and without early exits."""
     told, right = [], []
     for name in paper.MODELS:
         own, none = (of(result["simulated"], f"{name}{x}") for x in (" only", ", no early exits"))
@@ -355,7 +351,7 @@ def _gains_of_exits(found: Findings, result: Mapping[str, Any]) -> None:
 
 
 def _evaluations(found: Findings, result: Mapping[str, Any], lines: Mapping[str, Any]) -> None:
-    """Answers to the prompts of evaluations, and the switch back."""
+    """Judge answers to the prompts of evaluations, and the switch back."""
     name = "HELIOS, throughput"
     row, line = of(result["simulated"], name), lines[name]
     right = of(result["simulated"], "HELIOS, accuracy")

@@ -24,10 +24,10 @@ class Measured(NamedTuple):
 
     Attributes:
       trace: `helios_simulation.traces.PromptTrace` of both models.
-      along: (reader, writer) -> `ModelTrace` of the reader on the writer's text.
-      judged: mean log-probability of each prompt's text under a model of its own, by writer.
+      along: `ModelTrace` of the reader on the writer's text, by (reader, writer).
+      judged: mean log-probability of each prompt's text under a separate model, by writer.
       profiles: `helios.choices.ModelProfile` by model.
-      costs: what `batch_costs` measured of each model's engine, with its buckets.
+      costs: results of `batch_costs` for each model's engine, with its buckets.
       slots: requests served at a time while costs were measured.
     """
 
@@ -40,7 +40,7 @@ class Measured(NamedTuple):
 
 
 def prompts(model, new: int, most: int | None) -> tuple[list[list[int]], tuple[str, ...], int]:
-    """The first `most` mixed prompts: ids, tasks, and how many were cut.
+    """Return the first `most` mixed prompts: ids, tasks, and how many were cut.
 
     A prompt that leaves no room for `new` tokens keeps its end.
     """
@@ -63,25 +63,14 @@ def member(model):
 
 
 def opened(runs: Mapping[str, pathlib.Path]) -> dict[str, Any]:
-    """Models of training runs, by name."""
+    """Open the models of training runs, by name."""
     from eejax.train.runs import open_run
 
     return {name: open_run(path).model for name, path in runs.items()}
 
 
 def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, calls: int):
-    """Record what two models write, and what a third one, "judge", makes of it; measure costs.
-
-    Args:
-      models: "judge" among them; the smaller of the others first. All share a tokenizer.
-      new: tokens of each prompt's text.
-      most: prompts, or None for all.
-      slots: requests that a model serves at a time while it is timed.
-      calls: of the engine, over which costs are fitted.
-
-    Returns:
-      `Measured`. It takes minutes.
-    """
+    """Record the texts of two models, and their scores by a third one, "judge"; measure costs."""
     from eejax.experiments.helios_simulation import traces
 
     served = {name: model for name, model in models.items() if name != "judge"}
@@ -107,7 +96,7 @@ def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, ca
 
 
 def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[float]:
-    """Mean log-probability of each text [p, new] behind its prompt, in nats, under a model."""
+    """Return the mean log-probability, in nats, of each text [p, new] after its prompt."""
     from eejax.inference import scoring
     from eejax.inference.weights import prepare
 
@@ -123,7 +112,7 @@ def judge(model, asked: Sequence[Sequence[int]], texts: np.ndarray) -> list[floa
 
 
 def timed(one, asked: Sequence[Sequence[int]], slots: int, calls: int) -> tuple[Any, dict]:
-    """Profile and costs of a member whose slots are all taken by prompts from all over the list."""
+    """Measure profile and costs of a member whose slots are filled by prompts of the whole list."""
     import jax
 
     from eejax.helios import profiles
@@ -198,7 +187,7 @@ def load(path: pathlib.Path) -> Measured:
 
 
 def paces(measured: Measured) -> dict[str, Any]:
-    """Each model's `StepSeconds`, from what was measured of its engine."""
+    """Return each model's `StepSeconds`, from the measurements of its engine."""
     from eejax.experiments.helios_simulation.pace import StepSeconds
     from eejax.inference.batch_simulator import StepCosts
 
@@ -210,10 +199,10 @@ def paces(measured: Measured) -> dict[str, Any]:
 
 
 def live(models: Mapping[str, Any], measured: Measured, thresholds, objective, options, n, setting):
-    """`MeasuredResult` of a real `Fleet` for the first n prompts, and its decisions.
+    """Return `MeasuredResult` of a real `Fleet` for the first n prompts, and its decisions.
 
-    There are as many clients as slots. Everything is done twice and the second time counts, so that
-    nothing is compiled meanwhile.
+    There are as many clients as slots. Everything runs twice and the second time counts, so that
+    nothing is compiled then.
     """
     from eejax.experiments.helios_runs import ControlledFleet, Stopwatch, drive
     from eejax.experiments.helios_simulation.result import MeasuredResult

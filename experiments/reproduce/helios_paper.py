@@ -1,4 +1,4 @@
-"""Values that HELIOS' paper prints (arXiv 2504.10724), by its own numbering."""
+"""Values printed in HELIOS' paper (arXiv 2504.10724), by its own numbering."""
 
 from __future__ import annotations
 

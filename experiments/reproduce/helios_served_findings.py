@@ -12,7 +12,7 @@ from eejax.experiments.reproduce.helios_simulated import of
 
 
 def by_thresholds(result: Mapping[str, Any]) -> str:
-    """Reason from what both models do at the thresholds: exits, layers and perplexity."""
+    """Return a reason from both models at the thresholds: exits, layers and perplexity."""
     rows = result["simulated"]
     told = []
     for name, threshold in result["thresholds"].items():
@@ -27,7 +27,7 @@ def by_thresholds(result: Mapping[str, Any]) -> str:
 
 
 def by_judge(result: Mapping[str, Any]) -> str:
-    """Reason from the judge's perplexities, which are what the objective of accuracy reads."""
+    """Return a reason from the judge's perplexities, which the objective of accuracy reads."""
     judged = next(row for row in result["table_1"] if row["measure"] == "judge")["before"]
     return (
         "The judge, which decides for accuracy, gives the smaller model's answers a perplexity "
@@ -36,7 +36,7 @@ def by_judge(result: Mapping[str, Any]) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital letter first; `str.capitalize` lowers all others."""
+    """Capitalize the first letter of a text; `str.capitalize` lowers all others."""
     return text[:1].upper() + text[1:]
 
 
@@ -283,7 +283,7 @@ def add_table_5(found: Findings, result: Mapping[str, Any]) -> None:
 
 
 def _split(shares: Sequence[float]) -> tuple[float, float, float]:
-    """Shares of a row of Table 5 by first exits, by all layers and by the small model."""
+    """Return the shares of a row of Table 5 by first exits, all layers and the small model."""
     half = len(shares) // 2
     return shares[0] + shares[half], shares[half - 1] + shares[-1], sum(shares[:half])
 

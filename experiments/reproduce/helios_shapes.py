@@ -20,7 +20,7 @@ STEP = 4  # layers between the exits of Figure 6
 
 
 def table_2() -> list[dict]:
-    """Parameters, layers and exits of the configurations of HELIOS' two models."""
+    """Return parameters, layers and exits of the configurations of HELIOS' two models."""
     from eejax.configs import helios_opt_1b3, helios_opt_6b7
     from eejax.models import params
     from eejax.models.config import ModelConfig
@@ -40,7 +40,7 @@ def table_2() -> list[dict]:
 
 
 def table_4() -> list[dict]:
-    """Share of the card's memory that is saved by loading a model up to its first exit.
+    """Return the share of the card's memory saved by loading a model up to its first exit.
 
     `saved` counts bfloat16 weights; `saved_of_model` is the same as a share of the whole model.
     """
@@ -65,7 +65,7 @@ def table_4() -> list[dict]:
 
 
 def figure_6() -> list[dict]:
-    """Gigaflops of a token and gigabytes of weights by exit layer, of two Llama models.
+    """Return gigaflops of a token and gigabytes of weights by exit layer, of two Llama models.
 
     `layer_gigaflops` leaves out the head, which is read once whichever exit a token takes.
     """
@@ -96,7 +96,7 @@ def figure_6() -> list[dict]:
 
 
 def savings_at(rows: list[dict], layer: int) -> dict[str, float]:
-    """Share of the operations of all layers that an exit behind `layer` spares, by model."""
+    """Return the share of all layers' operations that an exit behind `layer` saves, by model."""
     found = {}
     for name in dict.fromkeys(row["model"] for row in rows):
         flops = {r["layer"]: r["layer_gigaflops"] for r in rows if r["model"] == name}
@@ -105,9 +105,9 @@ def savings_at(rows: list[dict], layer: int) -> dict[str, float]:
 
 
 def figure_15() -> list[dict]:
-    """Requests served at a time beside part of a model over those beside all of it.
+    """Return requests served at a time beside part of a model over those beside all of it.
 
-    The geometric mean over `CONTEXTS`, the room of a request in tokens.
+    It is the geometric mean over `CONTEXTS`, the room of a request in tokens.
     """
     rows = []
     for name, (layer, config) in models().items():

@@ -1,8 +1,4 @@
-"""HELIOS and what it is compared with, SIMULATED on a trace, prompt by prompt.
-
-The controller that decides is the one that serves; only time is simulated
-(`helios_simulation.simulator`).
-"""
+"""HELIOS and its baselines, SIMULATED on a trace, prompt by prompt."""
 
 from __future__ import annotations
 
@@ -28,11 +24,12 @@ CHANGES = {"grow": "LD", "switch": "SW"}  # as Figure 13c marks them
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """The setting that simulations of one order of prompts share.
+    """Setting that simulations of one order of prompts share.
 
     Attributes:
       trace: `helios_simulation.traces.PromptTrace`, in the order in which prompts come.
-      profiles, paces: by model.
+      profiles: profiles by model.
+      paces: `StepSeconds` by model.
       setting: `helios_simulation.simulator.SimulationSetting`.
       thresholds: by model, one for all of its exits.
     """
@@ -45,7 +42,10 @@ class World:
 
     @classmethod
     def make(cls, measured, paces: Mapping[str, Any], early: float, steps: int):
-        """Task after task, as in the paper's figures; `early` of the tokens leave early."""
+        """Build the world: task after task, as in the paper's figures.
+
+        A share `early` of the tokens leaves early.
+        """
         from eejax.experiments.helios_simulation.simulator import SimulationSetting
 
         trace = measured.trace.ordered(task_order(measured.trace))
@@ -64,7 +64,7 @@ class World:
         return simulate(self.trace, self.profiles, self.paces, make, setting)
 
     def helios(self, objective: str, **options):
-        """A policy: the controller under an objective, for texts as long as the trace's."""
+        """Return a policy: the controller under an objective, for texts as long as the trace's."""
         from eejax.experiments.helios_simulation import policies
         from eejax.helios.choices import ControllerOptions
         from eejax.helios.objectives import ServiceObjective
@@ -74,13 +74,13 @@ class World:
 
 
 def task_order(trace) -> list[int]:
-    """Prompts task after task, each task's in their order."""
+    """Order prompts task after task, each task's in their order."""
     first = {kind: i for i, kind in reversed([*enumerate(trace.kinds)])}
     return sorted(range(len(trace)), key=lambda i: first[trace.kinds[i]])
 
 
 def served_depths(simulated, profiles: Mapping[str, Any]) -> list[int]:
-    """The exits that were loaded of each prompt's model when its first token came."""
+    """Return the loaded exits of each prompt's model when its first token came."""
     loaded = dict.fromkeys(profiles, 0)
     depths, events = [0] * len(simulated.models), [*simulated.timeline]
     for i in np.argsort(simulated.first, kind="stable"):
@@ -94,7 +94,7 @@ def served_depths(simulated, profiles: Mapping[str, Any]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class PromptCurves:
-    """A simulation over prompts, as Figures 13, 14 and 16 draw it.
+    """A simulation over prompts, as Figures 13, 14 and 16 show it.
 
     Attributes:
       throughput: tokens a second of decoding, 1 / TPOT (Table 3), by prompt.
@@ -153,7 +153,10 @@ class PromptCurves:
 
 
 def row(name: str, simulated, timeline: PromptCurves, world: World) -> dict:
-    """Numbers of a simulation; `exits`: share of all tokens by model and exit, as in Table 5."""
+    """Return the numbers of a simulation.
+
+    `exits` is the share of all tokens by model and exit, as in Table 5.
+    """
     total = float(simulated.tokens.sum())
     events = [e for e in simulated.timeline if e.what in ("load", "grow", "grown")]
     kinds = [d.kind for d in simulated.decisions]
@@ -184,10 +187,10 @@ def row(name: str, simulated, timeline: PromptCurves, world: World) -> dict:
 
 
 def compared(world: World) -> tuple[list[dict], dict[str, PromptCurves]]:
-    """Rows of Table 5 and sections 5.1 to 5.5, and the timelines of the figures, by name.
+    """Return rows of Table 5 and sections 5.1 to 5.5, and the timelines of the figures, by name.
 
-    Each model alone with its exits, each without them, HELIOS under every objective, and HELIOS for
-    throughput where only one model fits the memory.
+    They are each model alone with its exits and without them, HELIOS under every objective, and
+    HELIOS for throughput where only one model fits the memory.
     """
     from eejax.experiments.helios_simulation import policies
 
@@ -211,10 +214,9 @@ def compared(world: World) -> tuple[list[dict], dict[str, PromptCurves]]:
 
 
 def sensitivity(world: World, at: Callable[[float], World]) -> dict[str, list[dict]]:
-    """Figure 17: throughput over reassessment intervals (a) and over thresholds (b).
+    """Compute Figure 17: throughput over reassessment intervals (a) and over thresholds (b).
 
-    Args:
-      at: the world in which a share of the tokens leaves early.
+    `at` gives the world in which a share of the tokens leaves early.
     """
     from eejax.experiments.helios_simulation import policies
 
@@ -240,5 +242,5 @@ def sensitivity(world: World, at: Callable[[float], World]) -> dict[str, list[di
 
 
 def of(rows: Sequence[dict], name: str) -> dict:
-    """The row of a name."""
+    """Return the row of a name."""
     return next(r for r in rows if r["name"] == name)

@@ -1,9 +1,4 @@
-"""The models that HELIOS' reproduction serves, and the one that judges their text.
-
-Two early-exit models of different size stand for OPT-1.3B and OPT-6.7B. As in the paper (Table 2,
-section 4.1) each has two early exits, at about a quarter and a half of its depth, and each exit's
-loss has weight 1.0. They learn text of the tasks that the prompts are of, without those prompts.
-"""
+"""Models that HELIOS' reproduction serves, and the one that judges their text."""
 
 from __future__ import annotations
 
@@ -20,13 +15,13 @@ EXIT_WEIGHT = 1.0  # HELIOS, section 4.1
 
 
 def experiment(name: str, folder: pathlib.Path, share: float, tiny: bool = False):
-    """The training run of a model: that of configs/mixed_`name`.py with the paper's exits.
+    """Return the training run of a model: configs/mixed_`name`.py with the paper's exits.
 
     Args:
-      name: of `EXITS`.
+      name: one of `EXITS`.
       folder: holds the text, and the tokenizer once the small model is trained.
-      share: of the configuration's training steps.
-      tiny: a size for tests, which shows nothing.
+      share: share of the configuration's training steps.
+      tiny: whether to use a size for tests, which shows nothing.
     """
     from eejax.configs import mixed_judge, mixed_large, mixed_small
     from eejax.train.config import Experiment

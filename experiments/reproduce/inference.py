@@ -211,7 +211,7 @@ def read(path: pathlib.Path, field: str) -> Iterator[tuple[int, str]]:
 
 
 def lambada(folder: pathlib.Path) -> Iterator[tuple[str, str]]:
-    """(text, its last word with the space before it)."""
+    """Return (text, its last word with the space before it)."""
     texts, words = read(folder / LAMBADA, "context"), read(folder / LAMBADA, "continuation")
     for (_, text), (_, word) in zip(texts, words, strict=True):
         yield text, f" {word}"
@@ -221,8 +221,10 @@ Records = Sequence[tuple[list[int], list[int]]]
 
 
 def encoded(words: Sequence[tuple[str, str]], tokenizer, length: int) -> Records:
-    """(prompt, last word) as ids: the text's last tokens, both together no longer than `length`,
-    which the run was trained at. What has no room for its word and a token before it is left out.
+    """Return (prompt, last word) as ids, together at most `length` tokens.
+
+    That is the length of the run's training. They are the text's last tokens. Texts without room
+    for their word and a token before it are left out.
     """
     records = []
     for text, word in words:
@@ -236,7 +238,7 @@ def encoded(words: Sequence[tuple[str, str]], tokenizer, length: int) -> Records
 
 
 def word_batches(records: Records) -> Iterator[dict[str, np.ndarray]]:
-    """A text in a row, of which the last word's tokens count."""
+    """Return batches of one text in each row, in which the last word's tokens count."""
     length = max(len(prompt) + len(target) for prompt, target in records) - 1
     texts = [(prompt + target, len(prompt)) for prompt, target in records]
     return held_out.padded(texts, length)
@@ -256,8 +258,11 @@ def by_unit(scores, threshold: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def teacher_forced(text, spoken, threshold: float) -> dict:
-    """Scores at a threshold. more_than_full: -log p that a last word has more than under the full
-    model, and the share that perplexity is higher, text by text and so far more exact."""
+    """Score texts at a threshold.
+
+    more_than_full is the -log p by which a last word exceeds the full model's, and the share by
+    which perplexity is higher. They are paired by text, and so more exact.
+    """
     from eejax import calibration
     from eejax.analysis.intervals import Interval, mean_interval
 
@@ -290,9 +295,9 @@ def full_scores(text, spoken) -> dict[str, dict]:
 
 
 def completed(model, records: Records, engine: str, threshold: float) -> dict[str, float]:
-    """The share of last words that greedy decoding writes as they are.
+    """Return the share of last words that greedy decoding writes exactly.
 
-    The threshold decides about the first token too, which the prompt's pass makes.
+    The threshold applies to the first token too, which the prompt's pass makes.
     """
     from eejax.analysis.intervals import share_interval
     from eejax.inference import Generator
@@ -309,10 +314,10 @@ def completed(model, records: Records, engine: str, threshold: float) -> dict[st
 
 
 def judge(found: Sequence[dict], full: dict, check: dict | None) -> list[dict]:
-    """The claims, each with a line that says what was found and whether it `holds`.
+    """Judge the claims, each with a line that says what was found and whether it `holds`.
 
-    found: by threshold from 1 down; full: of the full model, scores with intervals. check: what
-    `compared` found, None where it was not run.
+    `found` is by threshold from 1 down; `full` has scores of the full model with intervals; `check`
+    is the result of `compared`, None if it was not run.
     """
     first, last = found[0], found[-1]
     slower = [

@@ -46,7 +46,7 @@ def draw(out: pathlib.Path, found: Sequence[dict], full: dict, stages: int) -> l
 
 
 def draw_tasks(out: pathlib.Path, tasks: dict[str, list[dict]]) -> pathlib.Path:
-    """Figure 8's tasks, a curve each."""
+    """Draw Figure 8's tasks, a curve each."""
     from eejax import analysis
     from eejax.experiments.reproduce.scores_against_speed import scores_against_speed
 

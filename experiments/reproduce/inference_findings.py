@@ -27,14 +27,14 @@ LAUNCHES = (0.0, 2e-4)  # seconds of a layer that no parallelism divides
 
 
 def findings(summary: Mapping[str, Any], table3, table4, config, scale: str) -> list[dict]:
-    """All findings, as dicts.
+    """Return all findings, as dicts.
 
     Args:
-      summary: what the reproduction measured; "tasks" by name, "thresholds" from 1 down.
+      summary: measurements of the reproduction; "tasks" by name, "thresholds" from 1 down.
       table3: EE-LLM's Table 3, of `exit_tables`.
       table4: EE-LLM's Table 4, of `exit_tables`.
-      config: the model's.
-      scale: of everything that was measured.
+      config: the model's configuration.
+      scale: scale of everything that was measured.
     """
     found = [
         *figure_8(summary, scale),
@@ -53,8 +53,9 @@ class CurvePoint(NamedTuple):
 
     Attributes:
       threshold: its confidence threshold.
-      speed: times the full model's.
-      low, high: interval of the paired change of the score.
+      speed: multiple of the full model's speed.
+      low: lower limit of the interval of the paired change of the score.
+      high: its upper limit.
       early: share of the tokens that leave early.
     """
 
@@ -66,7 +67,7 @@ class CurvePoint(NamedTuple):
 
 
 def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
-    """A finding for each task, one for held-out text, and those of the curves' speeds."""
+    """Return a finding for each task, one for held-out text, and those of the curves' speeds."""
     simulated = f"{scale}; speed simulated, {summary['stages']} stages"
     for name, rows in summary["tasks"].items():
         task, full = TASKS[name], rows[0]["score"]
@@ -110,7 +111,7 @@ def figure_8(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
 
 
 def held_out_text(summary: Mapping[str, Any], scale: str) -> Finding:
-    """Perplexity over speed, which a small model has and the paper does not show."""
+    """Judge perplexity over speed, which a small model has and the paper does not show."""
     rows, full = summary["thresholds"], summary["full"]
 
     def more(r):
@@ -173,7 +174,7 @@ def order_of_speeds(summary: Mapping[str, Any], scale: str) -> Finding:
 def reasons_for_slower(
     slower: Sequence[tuple[str, float, Mapping[str, Any]]], costs: Mapping[str, Any]
 ) -> list[str]:
-    """A reason for the steps from threshold 1, and one for all others.
+    """Return a reason for the steps from threshold 1, and one for all others.
 
     Args:
       slower: (curve, threshold above, row below) of each step that is slower.
@@ -196,7 +197,7 @@ def reasons_for_slower(
 
 
 def threshold_1(summary: Mapping[str, Any], scale: str) -> Finding:
-    """The engine at threshold 1 beside the one that knows no exits."""
+    """Compare the engine at threshold 1 with the one that has no exits."""
     speed, costs = summary["thresholds"][0]["speed"], summary["costs"]
     apart = speed["low"] > 1.02 or speed["high"] < 0.98
     near = abs(speed["ratio"] - 1) <= 0.02
@@ -311,19 +312,19 @@ def figure_10(summary: Mapping[str, Any], scale: str) -> Iterator[Finding]:
 def tensor_parallel(
     traces_by_threshold: Mapping[float, Sequence[Sequence[int]]], config, stages: int
 ) -> dict[str, list[dict[str, float]]]:
-    """Figure 10's three curves for layers of the 7B model on A100s.
+    """Simulate Figure 10's three curves for layers of the 7B model on A100s.
 
     A layer takes the time to read its weights, divided by the devices that share it, two
-    all-reduces if there are several, and what launches take, which is not divided; rows cost
-    nothing. Exits are read likewise.
+    all-reduces if there are several, and the launches, which are not divided; rows cost nothing.
+    Exits are read likewise.
 
     Args:
       traces_by_threshold: exits of each text's tokens, by threshold.
       config: the model whose exits these are; its depth stands for all 32 layers.
-      stages: of the pipeline, and devices that share a layer.
+      stages: stages of the pipeline, and devices that share a layer.
 
     Returns:
-      By the seconds of launches: rows of speeds over a full pass on one device, by threshold.
+      by the seconds of launches: rows of speeds over a full pass on one device, by threshold.
     """
     from eejax.inference import latency
     from eejax.inference.latency import ForwardTimes
@@ -371,7 +372,7 @@ def tensor_parallel(
 
 
 def tables(table3, table4, scale: str) -> Iterator[Finding]:
-    """Texts by threshold, and confidences of exits."""
+    """Judge texts by threshold, and confidences of exits."""
     same: dict[float, list[float]] = {}
     for text in table3:
         first, *others = text["texts"]
@@ -418,7 +419,7 @@ def high(agreeing: float | None, others: float | None) -> bool:
 
 
 def why_texts_change(table3) -> str:
-    """The reason why texts at the lowest threshold differ, by the first token that does."""
+    """Return why texts at the lowest threshold differ, by the first token that does."""
     upto, sure, early = 0, [], []
     for text in table3:
         first, other = text["texts"][0], text["texts"][-1]

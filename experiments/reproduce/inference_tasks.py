@@ -45,7 +45,7 @@ def early_share(traces: Sequence[np.ndarray], n_exits: int) -> float:
 
 
 class TaskPrompt(NamedTuple):
-    """A prompt's last tokens, what counts as an answer, and its most tokens."""
+    """A prompt's last tokens, its accepted answers, and their maximum tokens."""
 
     ids: list[int]
     references: tuple[str, ...]
@@ -53,7 +53,11 @@ class TaskPrompt(NamedTuple):
 
 
 def metrics() -> dict[str, Callable[[str, str], float]]:
-    """Score of an (answer, reference), by metric. Raises `ConfigError` without the packages."""
+    """Return the score of an (answer, reference), by metric.
+
+    Raises:
+      ConfigError: without the packages.
+    """
     try:
         from lm_eval.tasks.drop.utils import get_metrics
         from rouge_score.rouge_scorer import RougeScorer
@@ -71,7 +75,7 @@ def metrics() -> dict[str, Callable[[str, str], float]]:
 
 
 def records(folder: pathlib.Path, model, limit: int) -> dict[str, list[TaskPrompt]]:
-    """At most `limit` records of each task, cut to the model's context."""
+    """Return at most `limit` records of each task, cut to the model's context."""
     context = model.config.context_length
     found: dict[str, list[TaskPrompt]] = {name: [] for name in TASKS}
     for line in (folder / MIXED).read_text().splitlines():
@@ -94,13 +98,14 @@ def scored(
     """Score each task at each threshold.
 
     Args:
-      model: of a run.
-      found: `records`.
-      thresholds: from 1 down.
-      speed: (traces of exits, threshold) -> times the full model's, simulated by engine.
+      model: the model of a run.
+      found: the result of `records`.
+      thresholds: thresholds from 1 down.
+      speed: simulated multiple of the full model's speed, by engine, for (traces of exits,
+        threshold).
 
     Returns:
-      Rows with the threshold, the mean score with its 95 % interval, the mean `change` of a
+      rows with the threshold, the mean score with its 95 % interval, the mean `change` of a
       record's score from that at the first threshold with its interval, the simulated speeds, and
       the share of tokens that leave `early`.
     """
@@ -133,7 +138,7 @@ def scored(
 
 
 def _answers(generator, mine: Sequence[TaskPrompt], threshold: float):
-    """(ids, exits after the prompt's pass, references) of each record."""
+    """Return (ids, exits after the prompt's pass, references) of each record."""
     for begin in range(0, len(mine), BATCH):
         some = mine[begin : begin + BATCH]
         # As many requests each time, so that nothing is compiled for the last ones.

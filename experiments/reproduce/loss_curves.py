@@ -1,4 +1,4 @@
-"""Training curves of several seeds: how far they have come, and a figure of them."""
+"""Training curves of several seeds: their progress, and a figure of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from eejax.analysis.plots import ACCENT, STYLE, exit_colors
 
 
 class SeedSpread(NamedTuple):
-    """One number for each seed: their mean, the lowest and the highest."""
+    """Mean, minimum and maximum of a number over seeds."""
 
     mean: float
     low: float
@@ -25,12 +25,12 @@ class SeedSpread(NamedTuple):
         return cls(float(np.mean(values)), float(np.min(values)), float(np.max(values)))
 
     def text(self, digits: int = 3) -> str:
-        """'1.234 (1.229-1.240)'."""
+        """Return the text '1.234 (1.229-1.240)'."""
         return f"{self.mean:.{digits}f} ({self.low:.{digits}f}-{self.high:.{digits}f})"
 
 
 def bin_means(values: np.ndarray, bins: int) -> np.ndarray:
-    """[..., steps] -> [..., bins]: means over consecutive, nearly equal parts of the steps.
+    """Average consecutive, nearly equal parts of the steps: [..., steps] -> [..., bins].
 
     A step without a value (NaN) does not count. Fewer steps than `bins` give as many bins.
     """

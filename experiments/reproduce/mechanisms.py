@@ -1,18 +1,4 @@
-"""Propositions, equations and mechanisms of the papers, each computed on a model of seconds.
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
-        eejax reproduce mechanisms --json
-
-What needs no scale: gradients on pipeline stages beside autodiff of the whole loss (EE-LLM,
-Proposition 3.1), filled iterations over draws of text (Claim C.1), times and memory of schedules
-beside the closed forms (Appendix A.3, C.2), tokens of all inference methods beside each other
-(Section 4), routers and kernels beside float64 (TIDE, Section 3), reassessments (HELIOS,
-Section 3.4.2). Needs four devices, which may be fake ones as above; kernels run in Triton's
-interpreter. About 8 minutes on 2 cores.
-
-With --json the last line is one JSON object; its `findings` are what `eejax reproduce all`
-puts on the page.
-"""
+"""Propositions, equations and mechanisms of the papers, each on a model trained in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HELIOS's decisions about when and what to assess (section 3.4.2), by the controller itself."""
+"""HELIOS's decisions about the time and the candidates of assessments (section 3.4.2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHARES = (0.9, 0.1, 0.0, 0.0)  # of tokens by the exit they leave by
 
 
 def findings() -> list[Finding]:
-    """Every finding about reassessments."""
+    """Return every finding about reassessments."""
     return [*intervals(), *overlaps(), *others()]
 
 
@@ -22,7 +22,7 @@ def judged(key: str, holds: bool, ours: str, why: str) -> Finding:
 
 
 def profile(scale: float, load: float):
-    """A model of four segments that takes `scale` ms a token in each."""
+    """Return the profile of a model of four segments that takes `scale` ms a token in each."""
     from eejax.helios.choices import ModelProfile
 
     def each(value):
@@ -56,7 +56,7 @@ def controller(profiles, **options):
 
 
 def serve(one, prompts: int, tokens: int = 20) -> list[str]:
-    """Answer prompts at once, as they are assigned. Returns the model of each."""
+    """Answer prompts at once, as they are assigned, and return the model of each."""
     exits = [e for e, share in enumerate(SHARES) for _ in range(round(tokens * share))]
     served = []
     for _ in range(prompts):
@@ -71,7 +71,7 @@ def serve(one, prompts: int, tokens: int = 20) -> list[str]:
 
 
 def intervals() -> Iterator[Finding]:
-    """The interval that "auto" finds, beside the seconds that it follows from."""
+    """Compare the interval that "auto" chooses with the seconds that it follows from."""
     from eejax.helios import prospects
 
     found, right = [], True
@@ -94,7 +94,7 @@ def intervals() -> Iterator[Finding]:
 
 
 def overlaps() -> Iterator[Finding]:
-    """The model that prompts go to while another one that is wanted is not there yet."""
+    """Return the model that serves prompts while a chosen one is not loaded yet."""
     one = controller({"a": profile(1.0, 0.1), "b": profile(1.2, 0.1)}, interval=20)
     before, served = "", []
     for _ in range(400):
@@ -113,7 +113,7 @@ def overlaps() -> Iterator[Finding]:
 
 
 def others() -> Iterator[Finding]:
-    """Candidates of reassessments, and after one of them was given up."""
+    """Return candidates of reassessments, before and after one of them was given up."""
     import warnings
 
     names = ("a", "b", "c")

@@ -1,4 +1,4 @@
-"""EE-LLM's inference methods: their tokens beside each other, and their latency by formula."""
+"""EE-LLM's inference methods: comparison of their tokens, and their latency by formula."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SIMULATED = "simulated"
 
 
 def findings() -> list[Finding]:
-    """Every finding about inference."""
+    """Return every finding about inference."""
     params, config, text = trained()
     prompts = [text[i : i + 32].tolist() for i in (1_000, 50_000, 200_000)]
     return [*engines(params, config, prompts), *latencies(), *decisions(params, config, prompts)]
@@ -30,7 +30,7 @@ def judged(key: str, holds: bool, ours: str, why: str, scale: str = SCALE) -> Fi
 
 
 def trained(steps: int = 150):
-    """(parameters, configuration, the text as bytes): two exits, a few seconds of training."""
+    """Return (parameters, configuration, the text as bytes): two exits, trained for seconds."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -76,7 +76,7 @@ def trained(steps: int = 150):
 
 
 def engines(params, config, prompts) -> Iterator[Finding]:
-    """Both methods' tokens, what forces a full pass, propagation and drafts."""
+    """Judge both methods' tokens, the cause of full passes, propagation and drafts."""
     from eejax.inference import EngineOptions, Generator, PipelinedGenerator
     from eejax.sharding.mesh import MeshConfig
 
@@ -218,7 +218,7 @@ def latencies() -> Iterator[Finding]:
 
 
 def decisions(params, config, prompts) -> Iterator[Finding]:
-    """The rule of section 5.2 beside its definition, from every exit's own probabilities."""
+    """Compare the rule of section 5.2 with its definition, by every exit's own probabilities."""
     from eejax import calibration
     from eejax.inference import Generator
 

@@ -1,4 +1,4 @@
-"""TIDE's routers, labels, selection and kernels, beside float64 and the paper's formulas."""
+"""TIDE's routers, labels, selection and kernels, against float64 and the paper's formulas."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ ROUNDING = {"float32": 2.0**-18, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 def findings() -> list[Finding]:
-    """Every finding about routers and kernels."""
+    """Return every finding about routers and kernels."""
     return [*routers(), *calibration(), *selection(), *kernels(), *library()]
 
 
 def library() -> Iterator[Finding]:
-    """Which modules of eejax import transformers."""
+    """Judge which modules of eejax import transformers."""
     import ast
     import pathlib
 
@@ -70,7 +70,7 @@ def model(layers: int = 8, width: int = 64, every: int = 2, **changes):
 
 
 def routers() -> Iterator[Finding]:
-    """A router's confidence beside float64."""
+    """Compare a router's confidence with float64."""
     import jax
 
     from eejax.gates.router import confidence
@@ -93,7 +93,7 @@ def routers() -> Iterator[Finding]:
 
 
 def _arrays(tree, config) -> dict:
-    """Arrays of the first exit's router, by name."""
+    """Return the arrays of the first exit's router, by name."""
     from eejax.models import exits
 
     router = exits.exit_params(tree, config, 0)["router"]
@@ -155,13 +155,13 @@ def calibration() -> Iterator[Finding]:
 
 
 def _cosines(states: np.ndarray) -> np.ndarray:
-    """[e, n] of each state of [e + 1, n, d] and the last one."""
+    """Return the cosines [e, n] of each state of [e + 1, n, d] and the last one."""
     unit = states / np.linalg.norm(states, axis=-1, keepdims=True)
     return (unit[:-1] * unit[-1]).sum(-1)
 
 
 def _boundary_states(transformer, value, config, tokens):
-    """States at the boundaries of all exits, and behind the last layer."""
+    """Return states at the boundaries of all exits, and after the last layer."""
     states = {}
 
     def tap(i, x):
@@ -173,7 +173,7 @@ def _boundary_states(transformer, value, config, tokens):
 
 
 def selection() -> Iterator[Finding]:
-    """Algorithm 1, complete caches, thresholds by exit, and the states that are kept."""
+    """Judge Algorithm 1, complete caches, thresholds by exit, and the states that are kept."""
     import jax
 
     from eejax.inference import Generator
@@ -230,7 +230,7 @@ def selection() -> Iterator[Finding]:
 
 
 def kernels() -> Iterator[Finding]:
-    """Kernels in Triton's interpreter beside their references, in all three types."""
+    """Compare kernels in Triton's interpreter with their references, in all three types."""
     import importlib
 
     import jax
@@ -275,7 +275,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def precision(scale: str) -> Iterator[Finding]:
-    """Sums in float32 under bfloat16 states, weights of routers, and what runs without a GPU."""
+    """Judge sums in float32 under bfloat16 states, weights of routers, and use without a GPU."""
     import jax
     import jax.numpy as jnp
 
@@ -377,7 +377,7 @@ def _array(value):
 
 
 def _some(specs, each: int = 2):
-    """(type, spec) of the first specs of each type; without types those of rows of bools."""
+    """Return (type, spec) of the first specs of each type; without types those of rows of bools."""
     for kind in ROUNDING:
         mine = [spec for spec in specs if spec.name.startswith(f"{kind}-")]
         yield from ((kind, spec) for spec in mine[:each])
@@ -386,7 +386,7 @@ def _some(specs, each: int = 2):
 
 
 def _error(got, want) -> float:
-    """Largest difference, relative to the largest value or 1."""
+    """Return the largest difference, relative to the largest value or 1."""
     a, b = (np.asarray(x, np.float32).astype(np.float64) for x in (got, want))
     finite = np.isfinite(b)
     scale = np.abs(b[finite]).max(initial=1.0)

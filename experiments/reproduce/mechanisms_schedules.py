@@ -18,7 +18,7 @@ STATE_BYTES, LAYER_BYTES, LOGIT_BYTES = 18, 34, 4  # Megatron-LM's, per paramete
 
 
 def findings() -> list[Finding]:
-    """Every finding about schedules."""
+    """Return every finding about schedules."""
     return [*overheads(), *memory(), *formulas(), *filling(), *exits_of_choice()]
 
 
@@ -27,7 +27,7 @@ def judged(key: str, holds: bool | None, ours: str, why: str, scale: str = SCALE
 
 
 def costs_of(stages, exits_on=(), forward: float = 2.0, exit_forward: float = 0.5):
-    """Equal stages whose backward pass takes twice as long, exits on what enters some of them."""
+    """Return equal stages with a backward pass twice as long, and exits on the input of some."""
     from eejax.pipeline.simulate import PassTime, stage_costs
 
     exit_ = PassTime(exit_forward, 2 * exit_forward)
@@ -38,7 +38,7 @@ def costs_of(stages, exits_on=(), forward: float = 2.0, exit_forward: float = 0.
 
 
 def overheads() -> Iterator[Finding]:
-    """Section 3.2 and Remark A.2."""
+    """Judge section 3.2 and Remark A.2."""
     from eejax.pipeline.async_1f1b import async_1f1b
 
     told, right = [], True
@@ -71,7 +71,7 @@ def overheads() -> Iterator[Finding]:
 
 
 def paper_model(name: str):
-    """(configuration of the paper, its model)."""
+    """Return (configuration of the paper, its model)."""
     import importlib
 
     from eejax.models.config import ModelConfig
@@ -81,14 +81,14 @@ def paper_model(name: str):
 
 
 def logits_share(name: str) -> float:
-    """A microbatch's logits over its activations on a stage, in bytes."""
+    """Return a microbatch's logits over its activations on a stage, in bytes."""
     _, model = paper_model(name)
     layers = model.n_layers // STAGES
     return LOGIT_BYTES * model.padded_vocab / (LAYER_BYTES * model.d_model * layers)
 
 
 def model_peaks(name: str, exits: bool, **how) -> np.ndarray:
-    """[stages] bytes of a configuration of the paper, with its exits or none."""
+    """Return the bytes [stages] of a configuration of the paper, with its exits or none."""
     from eejax.pipeline.costs import model_sizes, peak_memory
 
     config, model = paper_model(name)
@@ -106,7 +106,7 @@ def model_peaks(name: str, exits: bool, **how) -> np.ndarray:
 
 
 def memory() -> Iterator[Finding]:
-    """Section 3.2's memory, and the largest model of section 1."""
+    """Judge section 3.2's memory, and the largest model of section 1."""
     from eejax.pipeline.costs import Size, Sizes, peak_memory
 
     kept = Size(0, 1)
@@ -145,7 +145,7 @@ def memory() -> Iterator[Finding]:
 
 
 def drawn_costs(rng: np.random.Generator):
-    """Stages, exits and microbatches at random."""
+    """Draw stages, exits and microbatches at random."""
     from eejax.pipeline.simulate import PassTime, stage_costs
 
     p = int(rng.integers(2, 7))
@@ -161,7 +161,7 @@ def drawn_costs(rng: np.random.Generator):
 
 
 def formulas() -> Iterator[Finding]:
-    """Table 2 beside the simulated schedule, over settings at random."""
+    """Compare Table 2 with the simulated schedule, over random settings."""
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.costs import iteration_time
 
@@ -236,7 +236,7 @@ def simulated_memory(rng: np.random.Generator) -> bool:
 
 
 def filling() -> Iterator[Finding]:
-    """Appendix C.2 and Figure 12 in our lockstep table."""
+    """Judge Appendix C.2 and Figure 12 in our lockstep table."""
     from eejax.pipeline.async_1f1b import async_1f1b, max_kept
     from eejax.pipeline.schedule import BACKWARD, FORWARD
     from eejax.pipeline.schedule_fill import filled, filled_to, max_inserted
@@ -336,7 +336,10 @@ def filling() -> Iterator[Finding]:
 
 
 def exits_of_choice() -> Iterator[Finding]:
-    """Appendix A.2's rules of thumb and Remark A.3, for the 7B model, by counted operations."""
+    """Judge Appendix A.2's rules of thumb and Remark A.3, for the 7B model.
+
+    They are judged by counted operations.
+    """
     plain = {"norm": False}
     two, every = (overhead_7b(plain, at) for at in ((8, 16), range(1, 32)))
     yield judged(
@@ -390,7 +393,7 @@ def model_7b(exit_: dict, boundaries, head: str = "own"):
 
 
 def overhead_7b(exit_: dict, boundaries) -> tuple[float, float]:
-    """Cost of exits: (share of an iteration's time, share of a pass's operations)."""
+    """Return the cost of exits: (share of an iteration's time, share of a pass's operations)."""
     from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.costs import model_costs
 
@@ -405,7 +408,7 @@ def overhead_7b(exit_: dict, boundaries) -> tuple[float, float]:
 
 
 def states_7b(boundaries, head: str) -> np.ndarray:
-    """GB of parameters and their state on each stage."""
+    """Return the GB of parameters and their state on each stage."""
     from eejax.pipeline.costs import model_sizes, peak_memory
 
     model = model_7b({"norm": False}, boundaries, head)

@@ -1,4 +1,4 @@
-"""EE-LLM's training mechanisms, computed on a small model and beside independent definitions."""
+"""EE-LLM's training mechanisms, on a small model and against independent definitions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ HEADS = ("tied", "shared", "own")
 
 
 def findings() -> list[Finding]:
-    """Every finding about training."""
+    """Return every finding about training."""
     return [*gradients(), *architectures(), *communication(), *weights_of_losses(), *inserted()]
 
 
 def model(head: str = "own", exits: Sequence[dict] = ({"boundary": 1}, {"boundary": 2}), **changes):
-    """A small model; its exits have heads of the same kind."""
+    """Return a small model whose exits have heads of the same kind."""
     from eejax.models.config import ModelConfig
 
     listed = [{"head": head, **one} for one in exits]
@@ -46,7 +46,7 @@ def batch_of(rows: int, seed: int = 0) -> dict[str, np.ndarray]:
 
 
 def whole(config, batch):
-    """(parameters, weights of losses, loss, gradient by autodiff of the whole loss)."""
+    """Return (parameters, weights of losses, loss, gradient by autodiff of the whole loss)."""
     import jax
     import jax.numpy as jnp
 
@@ -64,7 +64,7 @@ def whole(config, batch):
 
 
 def largest(grads, want) -> float:
-    """Largest error of any gradient, relative to the largest entry of its array."""
+    """Return the largest error of any gradient, relative to the largest entry of its array."""
     import jax
 
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(want), strict=True)
@@ -75,7 +75,7 @@ def largest(grads, want) -> float:
 
 
 def on_stages(config, batch, microbatches: int, schedule: str):
-    """Gradient by the executor on four stages, as a tree of the model's parameters."""
+    """Return the executor's gradient on four stages, as a tree of the model's parameters."""
     import jax
     import jax.numpy as jnp
 
@@ -85,7 +85,7 @@ def on_stages(config, batch, microbatches: int, schedule: str):
 
 
 def compiled(config, microbatches: int, schedule: str):
-    """(jitted gradients, layout, placed parameters, weights of losses) on four stages."""
+    """Return (jitted gradients, layout, placed parameters, weights of losses) on four stages."""
     import jax
     import jax.numpy as jnp
 
@@ -111,7 +111,7 @@ def compiled(config, microbatches: int, schedule: str):
 
 
 def gradients() -> Iterator[Finding]:
-    """Eq. (1), Eq. (2), Proposition 3.1, tied parameters and schedules."""
+    """Judge Eq. (1), Eq. (2), Proposition 3.1, tied parameters and schedules."""
     import jax
 
     from eejax.experiments.reproduce import pipeline_oracle as oracle
@@ -162,7 +162,7 @@ def judged(key: str, holds: bool, ours: str, scale: str, why: str = DIFFERS) -> 
 
 
 def architectures() -> Iterator[Finding]:
-    """Figure 1 and section 2: exits of every kind at every layer."""
+    """Judge Figure 1 and section 2: exits of every kind at every layer."""
     import jax
 
     from eejax.experiments.reproduce import pipeline_oracle as oracle
@@ -209,7 +209,7 @@ def architectures() -> Iterator[Finding]:
 
 
 def communication() -> Iterator[Finding]:
-    """Figure 2: what a compiled step sends between stages, with and without exits."""
+    """Judge Figure 2: the exchanges of a compiled step between stages, with and without exits."""
     import jax.numpy as jnp
 
     batch, counts = batch_of(12), []
@@ -229,7 +229,7 @@ def communication() -> Iterator[Finding]:
 
 
 def weights_of_losses() -> Iterator[Finding]:
-    """Appendix C.1, and the settings of section 5.1."""
+    """Judge Appendix C.1, and the settings of section 5.1."""
     import importlib
 
     from eejax.losses.schedules import schedule
@@ -293,7 +293,7 @@ def weights_of_losses() -> Iterator[Finding]:
 
 
 def inserted() -> Iterator[Finding]:
-    """Claim C.1 on text, and Proposition C.2 in closed form."""
+    """Judge Claim C.1 on text, and Proposition C.2 in closed form."""
     yield proposition_c2()
     yield from claim_c1()
 
@@ -317,7 +317,10 @@ def proposition_c2(n: int = 4, draws: int = 400_000) -> Finding:
 
 
 def claim_c1(draws: int = 200) -> Iterator[Finding]:
-    """The gradient of filled iterations, over draws of microbatches of text; exits are tied."""
+    """Compute the gradient of filled iterations, over draws of microbatches of text.
+
+    Exits are tied.
+    """
     import pydoc_data.topics
 
     import jax

@@ -49,8 +49,8 @@ class Gpu:
 
     Attributes:
       flops: rate of matrix products, FLOP/s.
-      bandwidth: of its memory, bytes/s; NVIDIA's figure for the A100-80GB (SXM).
-      link: to another GPU of the same host in one direction, bytes/s; NVLink of the A100.
+      bandwidth: bandwidth of its memory, bytes/s; NVIDIA's figure for the A100-80GB (SXM).
+      link: rate to another GPU of the same host in one direction, bytes/s; NVLink of the A100.
       embedding: share of the bandwidth that the gradient of the input embedding reaches.
     """
 
@@ -65,12 +65,12 @@ class ReplicaRun:
     """A model on the GPUs of one replica.
 
     Attributes:
-      model: with its early exits, all of them minimalistic.
+      model: the model with its early exits, all of them minimalistic.
       stages: pipeline parallelism.
       shards: tensor (and sequence) parallelism.
       rows: sequences in a microbatch.
       length: tokens in a sequence.
-      microbatches: of an iteration.
+      microbatches: microbatches of an iteration.
     """
 
     model: ModelConfig
@@ -86,7 +86,7 @@ class ReplicaRun:
 
     @property
     def states(self) -> int:
-        """Elements of [tokens, d] of a microbatch."""
+        """Return the number of elements of [tokens, d] of a microbatch."""
         return self.rows * self.length * self.model.d_model
 
     @property
@@ -99,7 +99,7 @@ class ReplicaRun:
 
 
 def costs(run: ReplicaRun, gpu: Gpu) -> StageCosts:
-    """Seconds of the parts of each stage for a microbatch."""
+    """Return the seconds of the parts of each stage for a microbatch."""
     from eejax.pipeline.costs import exit_places, model_costs
 
     model, layers, t = run.model, run.layers, run.shards
@@ -143,7 +143,7 @@ def _total(parts: Sequence[PassTime]) -> PassTime:
 def stage_seconds(
     run: ReplicaRun, gpu: Gpu, *, deferred: bool = True, exits_at_end: bool = False
 ) -> list[dict[str, float]]:
-    """Seconds of the forward and of the backward pass of a microbatch on each stage (Figure 9)."""
+    """Return the seconds of a microbatch's forward and backward pass on each stage (Figure 9)."""
     from eejax.pipeline.async_1f1b import at_end
 
     found = costs(run, gpu)
@@ -160,7 +160,7 @@ def stage_seconds(
 
 
 def peak_bytes(run: ReplicaRun, *, deferred: bool = True, exits_at_end: bool = False) -> np.ndarray:
-    """Bytes [stages] at the peak on a GPU of each stage (Eq. 4 to 6)."""
+    """Return the bytes [stages] at the peak on a GPU of each stage (Eq. 4 to 6)."""
     from eejax.pipeline.costs import model_sizes, peak_memory
 
     gates = run.rows * run.length * run.model.d_ff
@@ -178,7 +178,7 @@ def peak_bytes(run: ReplicaRun, *, deferred: bool = True, exits_at_end: bool = F
 
 
 def optimizer_seconds(run: ReplicaRun, gpu: Gpu, exits_at_end: bool = False) -> float:
-    """Seconds of the optimizer on the GPU with most parameters."""
+    """Return the seconds of the optimizer on the GPU with the most parameters."""
     from eejax.pipeline.costs import model_sizes, peak_memory
 
     parameters = model_sizes(run.model, run.layers, state_bytes=OPTIMIZER_BYTES)
@@ -195,7 +195,7 @@ def iteration_seconds(
     exits_at_end: bool = False,
     exits_in_bubbles: bool = False,
 ) -> float:
-    """Seconds of an iteration, as `async_1f1b` schedules it, and the optimizer's."""
+    """Return the seconds of an iteration, as `async_1f1b` schedules it, and the optimizer's."""
     from eejax.pipeline.async_1f1b import async_1f1b
 
     line = async_1f1b(

@@ -88,11 +88,13 @@ class TableRow:
     """A row of a table.
 
     Attributes:
-      paper: short name; empty where the place names it.
-      place, claim, theirs: of the claim, as the paper has them.
+      paper: short name; empty if the place names it.
+      place: place of the claim, as the paper has it.
+      claim: the claim, as the paper has it.
+      theirs: the paper's value.
       ours: our value, or where it stands.
-      scale: of our value; empty where there is none.
-      verdict: of `Verdict`, or `MISSING`; empty where another row has it.
+      scale: scale of our value; empty if there is none.
+      verdict: a `Verdict`, or `MISSING`; empty if another row has it.
       why: the reason for a verdict that is not `Verdict.HOLDS`; empty otherwise.
     """
 
@@ -107,7 +109,7 @@ class TableRow:
 
 
 def tables(collection: Collection) -> dict[str, list[TableRow]]:
-    """Rows of each table of the page, by its title."""
+    """Return the rows of each table of the page, by its title."""
     found = {TITLES[paper]: rows_of(paper, e) for paper, e in collection.entries.items()}
     others = [
         dataclasses.replace(_row(one), paper="", place=f"{one.paper}, {one.place}")
@@ -117,7 +119,7 @@ def tables(collection: Collection) -> dict[str, list[TableRow]]:
 
 
 def count(collection: Collection) -> dict[str, int]:
-    """Number of rows by verdict; "" stands for those that point to another row."""
+    """Return the number of rows by verdict; "" stands for those that point to another row."""
     counts = dict.fromkeys([*map(str, Verdict), MISSING, ""], 0)
     for row in (row for rows in tables(collection).values() for row in rows):
         counts[row.verdict] += 1
@@ -125,7 +127,7 @@ def count(collection: Collection) -> dict[str, int]:
 
 
 def told(counts: Mapping[str, int]) -> str:
-    """A clause about the counts: "113 hold, 53 do not, 54 are not judged at this scale"."""
+    """Return a clause about the counts: "113 hold, 53 do not, 54 are not judged at this scale"."""
     verbs = {
         str(Verdict.HOLDS): ("holds", "hold"),
         str(Verdict.FAILS): ("does not", "do not"),
@@ -145,7 +147,7 @@ def told(counts: Mapping[str, int]) -> str:
 
 
 def rows_of(paper: str, entries: Sequence[Entry]) -> list[TableRow]:
-    """Rows of a paper's table, in the order of the paper."""
+    """Return the rows of a paper's table, in the order of the paper."""
     places = {e.claim.key: e.claim.place for e in entries}
     shown: dict[Finding, str] = {}  # where a finding that speaks of several claims is told
     rows = []
@@ -173,7 +175,7 @@ def _row(f: Finding) -> TableRow:
 
 
 def table(rows: Iterable[tuple[int, TableRow]]) -> str:
-    """A table in Markdown, of rows and their numbers."""
+    """Return a table in Markdown, of rows and their numbers."""
     lines: list[Sequence[str]] = [HEADER, ["---"] * len(HEADER)]
     for number, r in rows:
         bold = r.verdict and r.verdict != str(Verdict.HOLDS)
@@ -187,7 +189,7 @@ def _escaped(cell: str) -> str:
 
 
 def reasons(numbered: Iterable[tuple[int, TableRow]], verdict: str) -> str:
-    """A list of the reasons for a verdict, each with the rows that have it, sorted by row."""
+    """Return a list of the reasons for a verdict, each with its rows, sorted by row."""
     found: dict[str, list[tuple[int, TableRow]]] = {}
     for number, row in numbered:
         if row.verdict == verdict:

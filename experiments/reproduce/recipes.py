@@ -61,7 +61,7 @@ def experiment(recipe: str, seed: int, steps: int | None, packed: pathlib.Path, 
 
 
 def measure(workdir: pathlib.Path, tokens: int) -> dict[str, dict[str, float]]:
-    """Bits per byte and agreement with the final exit, by the name of the exit."""
+    """Return bits per byte and agreement with the final exit, by the name of the exit."""
     from eejax import calibration, data
     from eejax.train.metrics import exit_names
     from eejax.train.runs import open_run
@@ -109,7 +109,7 @@ def main() -> None:
 
 
 def mean_of(seeds: list[dict]) -> dict[str, dict[str, float]]:
-    """The mean over seeds of every figure of every exit."""
+    """Return the mean over seeds of every figure of every exit."""
     return {
         name: {key: float(np.mean([seed[name][key] for seed in seeds])) for key in seeds[0][name]}
         for name in seeds[0]
@@ -117,7 +117,7 @@ def mean_of(seeds: list[dict]) -> dict[str, dict[str, float]]:
 
 
 def best(rows: dict[str, dict]) -> str:
-    """The recipe of the highest mean agreement, its final exit being no worse than plain's."""
+    """Return the recipe of the highest mean agreement whose final exit is no worse than plain's."""
     limit = rows[PLAIN]["final"]["bits_per_byte"]
     allowed = [name for name, row in rows.items() if row["final"]["bits_per_byte"] <= limit]
 

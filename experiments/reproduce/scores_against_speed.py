@@ -19,13 +19,16 @@ def scores_against_speed(
     *,
     shares: Collection[str] = (),
 ) -> Figure:
-    """A panel for each score, two in a row: the score over the speed-up, a curve by engine.
+    """Draw a panel for each score, two in a row: the score over the speed-up, a curve by engine.
 
-    curves: name -> points in the order of their thresholds: "threshold", "speed" in times of the
-    full model, its interval "low" and "high" where it was measured, and a number for each of the
-    `scores`, key -> title. full: of some keys, the full model's "score" with its interval "low" and
-    "high", drawn as a band. shares: keys whose numbers are shown in percent. The first curve's
-    points have their thresholds written beside them.
+    Args:
+      curves: points by name, in the order of their thresholds: "threshold", "speed" as a multiple
+        of the full model's, its interval "low" and "high" if it was measured, and a number for each
+        of the `scores`. The first curve's points have their thresholds written beside them.
+      scores: titles by key.
+      full: for some keys, the full model's "score" with its interval "low" and "high", drawn as a
+        band.
+      shares: keys whose numbers are shown in percent.
     """
     columns = min(2, len(scores))
     rows = -(-len(scores) // columns)

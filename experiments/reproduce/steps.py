@@ -24,11 +24,11 @@ class ReproductionStep:
     """A process that reproduces results, and ends with a JSON object that has `findings`.
 
     Attributes:
-      name: unique; also the name of its folder, log and record.
-      module: what is run, as of `python -m`.
+      name: unique name, also of its folder, log and record.
+      module: the module to run, as in `python -m`.
       arguments: its flags; {here} stands for the step's own folder, {all} for that of all steps.
-      minutes: expected on 2 cores where nothing else runs.
-      needs: names of the steps whose models it reads, which come before.
+      minutes: expected time on 2 idle cores.
+      needs: names of earlier steps whose models it reads.
       data: whether it reads $EEJAX_DATA.
       xla_flags: flags of the compiler, such as a number of fake devices.
     """
@@ -47,7 +47,7 @@ class ReproductionStep:
         return [*arguments, "--json"]
 
     def source_files(self) -> list[pathlib.Path]:
-        """The reproduction's own source: its module and those beside it that it imports.
+        """Return the reproduction's own source: its module and those beside it that it imports.
 
         The catalogue is left out: a claim's words are read from it when the page is written.
         """
@@ -61,7 +61,7 @@ class ReproductionStep:
 
 
 def imported(source: str) -> list[str]:
-    """Names of the modules of this package that a module imports."""
+    """Return the names of the modules of this package that a module imports."""
     found = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom):
@@ -102,7 +102,7 @@ STEPS = (
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The end of a step: its findings and log, and what went wrong, if anything."""
+    """End of a step: its findings and log, and its error, if any."""
 
     findings: Sequence[Finding]
     log: Sequence[str]
@@ -140,7 +140,7 @@ def environment(step: ReproductionStep, data: str | None) -> dict[str, str]:
 
 
 def _wait(child: subprocess.Popen, seconds: float) -> tuple[int, str]:
-    """(exit status, what went wrong). Whatever ends this process ends the child too."""
+    """Return (exit status, error). However this process ends, the child ends too."""
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         return child.wait(seconds), ""
@@ -154,9 +154,9 @@ def _wait(child: subprocess.Popen, seconds: float) -> tuple[int, str]:
 
 
 def findings_of(lines: Sequence[str]) -> tuple[tuple[Finding, ...], str]:
-    """(findings of the JSON object at the end, what is wrong with it).
+    """Return (findings of the JSON object at the end, the problem with it).
 
-    Libraries may print warnings behind it as the process ends.
+    Libraries may print warnings after it as the process ends.
     """
     last = next((line for line in reversed(lines) if line.startswith("{")), "null")
     try:

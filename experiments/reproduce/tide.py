@@ -123,14 +123,14 @@ def scale(model) -> str:
 
 
 def trainings() -> list[tuple[str, int, dict]]:
-    """Recipe, width and options of every training of a rule's routers."""
+    """Return recipe, width and options of every training of a rule's routers."""
     ours = [("ours", width, {"epochs": _EPOCHS.value}) for width in _WIDTHS.value]
     width = WIDTH if WIDTH in _WIDTHS.value else _WIDTHS.value[0]
     return [*ours, ("paper", width, tide_paper.RECIPE)]
 
 
 def seen_everywhere(model, windows: np.ndarray, every: int):
-    """Boundaries of training-free exits, and their `States`."""
+    """Return boundaries of training-free exits, and their `States`."""
     from eejax.calibration.pretrained import boundaries_for, with_exits
     from eejax.calibration.states import collect
 
@@ -140,7 +140,7 @@ def seen_everywhere(model, windows: np.ndarray, every: int):
 
 
 def convergence(model, judged: np.ndarray):
-    """Section 5.5: how near the states of each boundary are to the last layer's, and its figure."""
+    """Return section 5.5's convergence of states to the last layer's, and its figure."""
     from eejax import analysis
 
     where, states = seen_everywhere(model, judged, 1)
@@ -160,7 +160,7 @@ def convergence(model, judged: np.ndarray):
 
 
 def rules(model, windows: np.ndarray):
-    """Rules for who should leave: name, label, bound."""
+    """Return the rules for tokens that should leave: name, label, bound."""
     _, states = seen_everywhere(model, windows, _EVERY.value)
     share = (states.tokens[:-1] == states.tokens[-1]).mean(1)
     matched = [float(np.quantile(c, 1 - s)) for c, s in zip(states.cosine, share, strict=True)]
@@ -172,7 +172,7 @@ def rules(model, windows: np.ndarray):
 
 
 def of_rule(model, windows: np.ndarray, judged: np.ndarray, options: dict):
-    """Table 3's row and the model with its routers, or None where there is nothing to learn."""
+    """Return Table 3's row and the model with its routers, or None without positives to learn."""
     from eejax import calibration
     from eejax.calibration.quality import auc
     from eejax.common.errors import DataError
@@ -219,7 +219,7 @@ def of_rule(model, windows: np.ndarray, judged: np.ndarray, options: dict):
 
 
 def latency(model, found, text: bytes, threshold: float) -> dict:
-    """Table 4: of a prompt as long as a context, which runs all layers either way."""
+    """Time Table 4: a prompt as long as a context, which runs all layers either way."""
     from eejax.analysis import interleave, median_ratio
 
     whole = [list(text[: model.config.context_length - 1])]
@@ -247,7 +247,7 @@ def generator(model, engine: str):
 
 
 def throughput(model, found, asked: list, size: int) -> list[dict]:
-    """Table 4: decoding at a batch size, post-hoc and skipping, at every threshold."""
+    """Time Table 4: decoding at a batch size, post-hoc and skipping, at every threshold."""
     from eejax.analysis import interleave, median_ratio
 
     engines = {name: generator(found, name) for name in ("posthoc", "recompute")}
@@ -300,10 +300,10 @@ def throughput(model, found, asked: list, size: int) -> list[dict]:
 
 
 def unlike(texts: list, oracle: list) -> dict:
-    """Number of texts whose tokens or exits are not the oracle's.
+    """Count the texts whose tokens or exits are not the oracle's.
 
-    `near_ties`: those in which the oracle's margin says that rounding may have decided at the first
-    one; `others`: the rest.
+    `near_ties` are those in which, by the oracle's margin, rounding may have decided at the first
+    difference; `others` are the rest.
     """
     from eejax.experiments.decode_times import TIE
 
@@ -318,7 +318,7 @@ def unlike(texts: list, oracle: list) -> dict:
 
 
 def failed(rows: list[dict], layers: int) -> list[str]:
-    """Claims of this project that do not hold, for a model of so many layers."""
+    """Return the claims of this project that do not hold, for a model of `layers` layers."""
     wrong = []
     for r in rows:
         where = f"batch {r['batch']}, threshold {r['threshold']:g}"

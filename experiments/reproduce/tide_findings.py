@@ -19,11 +19,11 @@ FEW = 0.25  # by which numbers of unique tokens differ "hardly"
 
 
 def findings(result: Mapping[str, Any], scale: str) -> list[dict]:
-    """All findings, as dicts.
+    """Return all findings, as dicts.
 
     Args:
-      result: what `eejax reproduce tide` computed.
-      scale: of everything that was run.
+      result: the result of `eejax reproduce tide`.
+      scale: scale of everything that was run.
     """
     found = Findings("TIDE", scale)
     routed = Findings("TIDE", f"{scale}, routers that learn the full model's most likely token")
@@ -38,7 +38,7 @@ def findings(result: Mapping[str, Any], scale: str) -> list[dict]:
 
 
 def _timed(result: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row of the routers that speeds are measured with."""
+    """Return the row of the routers with which speeds are measured."""
     rows = [r for r in result["rules"] if r["rule"] == "top1" and r["recipe"] == "ours"]
     return next((r for r in rows if r["width"] == WIDTH), rows[-1])
 
@@ -156,17 +156,17 @@ def _speeds(found: Findings, result: Mapping[str, Any]) -> None:
 
 
 def _interval(ratio: Mapping[str, float]) -> str:
-    """The median ratio of interleaved pairs, with its interval of 95 %."""
+    """Return the median ratio of interleaved pairs, with its interval of 95 %."""
     return f"{ratio['ratio']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def _beside_one(ratio: Mapping[str, float], else_: str) -> str:
-    """Say on which side of 1 an interval lies; `else_` where 1 is outside of it."""
+    """Return the text for an interval: within noise if it has 1, else `else_`."""
     return "within noise (1 is in the interval)" if ratio["low"] <= 1 <= ratio["high"] else else_
 
 
 def all_layers(result: Mapping[str, Any]) -> str:
-    """Reason from the layers that post-hoc steps ran."""
+    """Return a reason from the layers that post-hoc steps ran."""
     ran = [r["layers_run"] for r in result["throughput"] if r["engine"] == "posthoc"]
     told = f"{min(ran):g} to {max(ran):g}" if min(ran) < max(ran) else f"{ran[0]:g}"
     return (
@@ -220,7 +220,7 @@ def _problem(found: Findings, result: Mapping[str, Any]) -> None:
 
 
 def _characters(full: str, early: str) -> str:
-    """Reason for unlike numbers of unique tokens, which are characters here."""
+    """Return a reason for different numbers of unique tokens, which are characters here."""
     lost, new = sorted(set(full) - set(early)), sorted(set(early) - set(full))
     capitals = sum(c.isupper() for c in lost)
     return (
@@ -351,7 +351,7 @@ def _sizes(found: Findings) -> None:
 
 
 def router_parameters(d: int, width: int) -> int:
-    """Parameters of one of our routers, with its norm and bias."""
+    """Return the number of parameters of one of our routers, with its norm and bias."""
     import jax
 
     from eejax.models import params

@@ -7,7 +7,7 @@ import pathlib
 import sys
 
 from eejax.experiments import launch
-from eejax.experiments.windows import given
+from eejax.experiments.windows import model_and_text
 
 BYTES = 1_500_000  # of Python's standard library, which a model of its own learns
 STEPS = 600
@@ -16,19 +16,19 @@ STEPS = 600
 def checkpoint(
     model: str | None, text: str | None, workdir: pathlib.Path, unseen: int
 ) -> tuple[pathlib.Path, pathlib.Path, str | None]:
-    """A checkpoint whose tokens are bytes, its text, and the tokenizer that it has to be given.
+    """Return a checkpoint whose tokens are bytes, its text, and the tokenizer to load it with.
 
-    That of the flags, or tinylm of $EEJAX_DATA, or else one that is trained in `workdir` on the
-    standard library but for its last `unseen` bytes.
+    It is that of the flags, or tinylm of $EEJAX_DATA, or one that is trained in `workdir` on the
+    standard library except its last `unseen` bytes.
     """
     data = os.environ.get("EEJAX_DATA")
     if model or text or (data and (pathlib.Path(data) / "models" / "tinylm").is_dir()):
-        return *given(model, text), "bytes"
+        return *model_and_text(model, text), "bytes"
     return *trained(workdir, unseen), None
 
 
 def trained(workdir: pathlib.Path, unseen: int) -> tuple[pathlib.Path, pathlib.Path]:
-    """The run of a plain model of bytes, and its text; continues a run that was stopped."""
+    """Return the run of a plain model of bytes, and its text; a stopped run is resumed."""
     from eejax.configs import quickstart
     from eejax.data import PythonStdlib
     from eejax.train.config import Experiment

@@ -11,15 +11,15 @@ ANSWER = {"apples": 6, "oranges": 4}
 
 
 def solve(model, found, engine: str = "posthoc") -> dict:
-    """Exit rate, unique tokens and correctness of the problem's answer, by threshold.
+    """Measure exit rate, unique tokens and correctness of the problem's answer, by threshold.
 
     Args:
       model: `eejax.LanguageModel` of bytes.
-      found: the same with routers.
-      engine: all layers run as in the paper, or "recompute", which skips them.
+      found: the same model with routers.
+      engine: an engine that runs all layers as in the paper, or "recompute", which skips them.
 
     Returns:
-      `tokens`: those that the context leaves room for, at most `NEW`; `rows`: by threshold.
+      `tokens`: the number that the context has room for, at most `NEW`; `rows`: by threshold.
     """
     from eejax.inference import Generator
 

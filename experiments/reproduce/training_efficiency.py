@@ -85,7 +85,7 @@ class EfficiencySetting:
     """A model of Figure 7.
 
     Attributes:
-      config: its file.
+      config: its config file.
       rows: sequences in a microbatch.
       shards: tensor parallelism with 4 stages, and without stages.
     """
@@ -104,7 +104,10 @@ SETTINGS = {
 
 
 def model_of(setting: EfficiencySetting, depths: tuple[float, ...] = (1 / 4, 1 / 2)):
-    """The model with minimalistic exits at these fractions of its depth, all embeddings untied."""
+    """Return the model with minimalistic exits at these fractions of its depth.
+
+    All embeddings are untied.
+    """
     import importlib
 
     from eejax.models.config import ModelConfig
@@ -122,7 +125,7 @@ def table1_run(name: str, exits: bool) -> megatron.ReplicaRun:
 
 
 def how_of(row: str) -> dict:
-    """The schedule of a row of Table 1, with exits of the cool-down as in the released code."""
+    """Return the schedule of a row of Table 1; the cool-down's exits are the released code's."""
     _, one, two = ROWS[row]
     return {"deferred": one, "exits_at_end": not two, "exits_in_bubbles": one}
 
@@ -148,7 +151,10 @@ def fit() -> dict[str, megatron.Gpu]:
 
 
 def table1(name: str, gpu: megatron.Gpu) -> list[dict]:
-    """Rows of Table 1: the paper's numbers and ours, and each stage's times and bytes."""
+    """Return the rows of Table 1, the paper's numbers and ours.
+
+    They have each stage's times and bytes.
+    """
     out = []
     paper_base = TABLE1[name][STANDARD]
     for row, (exits, _, _) in ROWS.items():
@@ -181,9 +187,10 @@ def table1(name: str, gpu: megatron.Gpu) -> list[dict]:
 
 
 def figure7(name: str, gpu: megatron.Gpu) -> dict:
-    """Seconds and GB by the number of exits, with 4 stages and without any; optimizations 1 and 2.
+    """Compute seconds and GB by the number of exits, with 4 stages and without any.
 
-    `lockstep`: how much longer the lockstep table takes than without exits, by exit policy.
+    They are for optimizations 1 and 2. `lockstep` is the overhead of the lockstep table over the
+    one without exits, by exit policy.
     """
     setting = SETTINGS[name]
     microbatches = BATCH // REPLICAS // setting.rows

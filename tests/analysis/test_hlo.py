@@ -235,7 +235,7 @@ def test_what_is_no_program_is_refused():
 
 def test_copies_count_where_they_are_a_conditionals():
     assert hlo.copies(program()) == {"stays": CACHE}
-    assert hlo.copies(program(), least=CACHE + 1) == {}
+    assert hlo.copies(program(), min_bytes=CACHE + 1) == {}
     assert hlo.copies(program(), inside="while") == {"stays": CACHE}
 
 

@@ -133,7 +133,7 @@ def test_states_are_those_of_the_model_and_kept_parts_are_not_made_again(
     short = collect(p, config, given, 101)
     assert short.n == 101
     np.testing.assert_array_equal(short.tokens, found.tokens[:, :101])
-    monkeypatch.setattr(states_module, "most_that_fit", lambda config: 77)
+    monkeypatch.setattr(states_module, "max_positions_in_memory", lambda config: 77)
     assert collect(p, config, given, 101).n == 77
     with pytest.raises(DataError, match="no token to calibrate on"):
         collect(p, config, [], 10)
@@ -346,7 +346,7 @@ def model_of(params, config) -> LanguageModel:
 
 def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
     before = jax.tree.map(np.array, plain)
-    options = RouterOptions(width=8, epochs=3, batch=128, least=5)
+    options = RouterOptions(width=8, epochs=3, batch=128, min_positives=5)
     made = calibrate_model(
         model_of(plain, PLAIN), batches(30), options, every=2, tokens=2000, folder=tmp_path / "c"
     )
@@ -385,7 +385,7 @@ def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
             tokens=2000,
             folder=tmp_path / "c",
         )
-    other = RouterOptions(width=4, epochs=3, batch=128, least=5)
+    other = RouterOptions(width=4, epochs=3, batch=128, min_positives=5)
     with pytest.raises(ConfigError, match="options.width = 4, there 8"):
         calibrate_model(
             model_of(plain, PLAIN), batches(30), other, every=2, tokens=2000, folder=tmp_path / "c"
@@ -396,7 +396,7 @@ def test_a_model_gets_routers_and_is_what_it_was(plain, tmp_path):
 
 def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, monkeypatch):
     """Otherwise windows would be divided anew, some that were trained on among those reported."""
-    options = RouterOptions(width=8, epochs=3, batch=128, least=5)
+    options = RouterOptions(width=8, epochs=3, batch=128, min_positives=5)
 
     def run(folder, watch=None):
         return calibrate_model(
@@ -410,7 +410,7 @@ def test_a_resumed_calibration_holds_what_the_first_one_held(plain, tmp_path, mo
         )
 
     def fit(n):
-        return monkeypatch.setattr(states_module, "most_that_fit", lambda config: n)
+        return monkeypatch.setattr(states_module, "max_positions_in_memory", lambda config: n)
 
     said = []
 
@@ -453,7 +453,7 @@ def test_parameters_may_be_spread_over_devices(plain):
     )
     assert len(cut["layers"]["mlp"]["up"].sharding.device_set) == 2
     assert not cut["final"]["head"].sharding.is_fully_replicated
-    options = RouterOptions(width=8, epochs=1, batch=128, least=5)
+    options = RouterOptions(width=8, epochs=1, batch=128, min_positives=5)
     found, want = (
         calibrate_model(model_of(p, PLAIN), batches(15), options, every=2, tokens=1000)
         for p in (cut, plain)
@@ -471,7 +471,7 @@ def test_parameters_may_be_spread_over_devices(plain):
 
 def test_exits_of_the_model_keep_their_parameters_and_others_stay_out(plain):
     p, config = with_exits(plain, PLAIN, (1, 2, 3))
-    options = RouterOptions(width=8, epochs=1, batch=128, least=1)
+    options = RouterOptions(width=8, epochs=1, batch=128, min_positives=1)
     made = calibrate_model(
         model_of(p, config), batches(30), options, boundaries=(1, 3), tokens=2000
     )

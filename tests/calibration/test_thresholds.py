@@ -66,5 +66,5 @@ def test_exits_that_are_never_right_are_not_used_and_threshold_one_is_left():
     assert thresholds_for(scores, "router", 1.0).depth == 1.0
     with pytest.raises(ConfigError, match="agreement = 1.5: must lie in"):
         thresholds_for(scores, "router", 1.5)
-    with pytest.raises(ConfigError, match="gate = 'margin': must be of"):
+    with pytest.raises(ConfigError, match="gate = 'margin': must be one of"):
         thresholds_for(scores, "margin", 0.9)

@@ -187,14 +187,14 @@ LENGTHS, POINTERS, INDEX = HEAD, HEAD + 4 * 3, HEAD + 12 * 3  # with three seque
         (17, b"\x04", r"x.idx: pointer of sequence 1 is 4, but.*end at byte 8"),
         (18, struct.pack("<Q", 4), r"x.idx: 94 bytes, but 106 are needed: it was cut off"),
         (18, struct.pack("<Q", 2**60), r"x.idx: 94 bytes, but \d+ are needed"),
-        (26, struct.pack("<Q", 2), r"x.idx: 94 bytes where its header speaks of 86"),
+        (26, struct.pack("<Q", 2), r"x.idx: 94 bytes where its header says 86"),
         (LENGTHS + 4, struct.pack("<i", -1), r"x.idx: length of sequence 1 is -1"),
         (POINTERS + 8, struct.pack("<q", 3), r"x.idx: pointer of sequence 1 is 3, but.*byte 4"),
         (INDEX, struct.pack("<q", 1), r"x.idx: document index from 1 to 3"),
         (INDEX + 8, struct.pack("<q", 9), r"x.idx: document index from 0 to 3, but it must ascend"),
         (INDEX + 16, struct.pack("<q", 2), r"x.idx: document index from 0 to 2.*not ended"),
         (LENGTHS + 8, struct.pack("<i", 9), r"x.bin: 12 bytes, but 26 are needed: it was cut off"),
-        (LENGTHS + 8, struct.pack("<i", 0), r"x.bin: 12 bytes where its index speaks of 8 \(4 tok"),
+        (LENGTHS + 8, struct.pack("<i", 0), r"x.bin: 12 bytes where its index says 8 \(4 tok"),
     ],
 )
 def test_what_is_wrong_with_an_index_is_named(tmp_path, at, data, message):

@@ -277,7 +277,7 @@ def test_of_text_that_is_gone_what_was_packed_is_taken(pattern, tmp_path, caplog
         file.unlink()
     again = made()
     assert again.path == first.path and again.fingerprint == first.fingerprint
-    assert "goes on to be used" in caplog.text and first.path in caplog.text
+    assert "are still used" in caplog.text and first.path in caplog.text
     for other in (dict(seed=1), dict(max_bytes=10)):  # of which nothing was packed
         with pytest.raises(DataError, match="matches no file|does not exist"):
             made(**other)

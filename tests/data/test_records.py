@@ -165,15 +165,15 @@ def test_describe_changes_with_the_field_and_the_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"text": "a"}\n{"text": \n', r"a.jsonl, line 2 is no JSON \(Expecting value\).*each"),
-        ("[" * 100_000 + "\n", "line 1 is no JSON"),
-        ('{"text": "é"}\n'.encode("latin-1"), "line 1 is no JSON .*utf-8.*invalid"),
+        ('{"text": "a"}\n{"text": \n', r"a.jsonl, line 2 is not JSON \(Expecting value\).*each"),
+        ("[" * 100_000 + "\n", "line 1 is not JSON"),
+        ('{"text": "é"}\n'.encode("latin-1"), "line 1 is not JSON .*utf-8.*invalid"),
         ('\n["text"]\n', "line 2 is a value of type list, not a JSON object"),
         (
             '{"id": 1, "title": "t", "meta": {"body": "b", "n": 2}}\n',
             r"line 1 has no field 'text' \(its fields with text are title, meta.body\): set text_",
         ),
-        ('{"text": null}\n', r"line 1 has null in the field 'text', no text \(no field"),
+        ('{"text": null}\n', r"line 1 has null in the field 'text', not text \(no field"),
         ('{"text": ["a"], "b": "c"}\n', r"has a value of type list in .*fields with text are b\)"),
         ('{"text": "a\\ud800"}\n', "line 1: the field 'text' has a lone surrogate at character 1"),
         ("\n", "a.jsonl is empty"),

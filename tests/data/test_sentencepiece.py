@@ -268,7 +268,7 @@ def test_bad_models_are_named_with_the_fix(tmp_path, model):
     (tmp_path / "tokenizer.model").write_bytes(model)
     for name in ("<none>", "<sep>", "a"):  # not there, and pieces that text may become
         with pytest.raises(
-            DataError, match=rf"eos = '{name}' is no control .* has <s>, </s>, <tur"
+            DataError, match=rf"eos = '{name}' is not a control .* has <s>, </s>, <tur"
         ):
             load_tokenizer(tmp_path, eos=name)
 

@@ -111,7 +111,7 @@ def test_what_lies_behind_the_budget_is_not_read(tmp_path):
     (tmp_path / "bad.jsonl").write_text("no json\n", encoding="utf-8")
     specs = (str(tmp_path / "a.txt"), str(tmp_path / "bad.jsonl"))
     assert [d.text for d in source(specs, 3).documents()] == ["one"]
-    with pytest.raises(DataError, match=r"bad.jsonl, line 1 is no JSON"):
+    with pytest.raises(DataError, match=r"bad.jsonl, line 1 is not JSON"):
         list(source(specs, 4).documents())
 
 

@@ -261,7 +261,7 @@ def test_another_template_is_another_data_set(tmp_path):
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"prompt": "a"}', "line 1: the field 'completion' is null, no text"),
+        ('{"prompt": "a"}', "line 1: the field 'completion' is null, not text"),
         ('{"prompt": "a", "completion": 3}', "value of type int"),
         ('{"prompt": "\\ud800", "completion": "a"}', "lone surrogate"),
     ],
@@ -277,7 +277,7 @@ def test_records_of_another_form_are_named(tmp_path, line, message):
     "messages, message",
     [
         ("hi", "the field 'messages' is a value of type str"),
-        ([], "no list of messages"),
+        ([], "not a list of messages"),
         ([{"content": "a"}], r"messages\[0\] has no role"),
         ([{"role": "user", "content": 3}], r"messages\[0\].content is a value of type int"),
         ([{"role": "assistant"}], r"messages\[0\] is an assistant's, and has no content"),
@@ -294,7 +294,7 @@ def test_tools_that_are_none_are_named(tmp_path):
     turns = [{"role": "assistant", "content": "a"}]
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": turns, "tools": "[]"}) + "\n")
-    with pytest.raises(DataError, match="the field 'tools' is a value of type str, no list"):
+    with pytest.raises(DataError, match="the field 'tools' is a value of type str, not a list"):
         list(source(f"chat:{path}").documents())
 
 
@@ -312,7 +312,7 @@ def test_a_bpe_of_records_is_that_of_their_texts(tmp_path):
 
 def test_text_is_no_record(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    with pytest.raises(DataError, match="is no file of records, as chat: wants them"):
+    with pytest.raises(DataError, match="is not a file of records, which chat: requires"):
         list(source(f"chat:{tmp_path / 'a.txt'}").documents())
     with pytest.raises(ConfigError, match="chat:python-stdlib.*must name files of records"):
         source("chat:python-stdlib")

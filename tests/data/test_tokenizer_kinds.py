@@ -256,7 +256,7 @@ def test_what_would_change_ids_is_refused_by_name(tmp_path):
     for change, told in (
         (dict(tokenizer_class="XGLMTokenizer"), "tokenizer_class = 'XGLMTokenizer': must be one"),
         (dict(added_tokens_decoder={"5": token("<|x|>")}), r"token 5 = '<\|x\|>' of tokenizer_con"),
-        (dict(eos_token="<none>"), "eos = '<none>' is no control piece"),
+        (dict(eos_token="<none>"), "eos = '<none>' is not a control piece"),
     ):
         (folder / "tokenizer_config.json").write_text(json.dumps(config | change))
         with pytest.raises(DataError, match=told):

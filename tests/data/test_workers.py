@@ -110,7 +110,7 @@ def test_a_tokenizer_that_cannot_be_saved_stays_in_one_process(tmp_path):
     class Mine(ByteTokenizer):
         fingerprint = "mine"
 
-    with pytest.raises(DataError, match="tokenizer mine is another one, bytes-257, once it.*= 1"):
+    with pytest.raises(DataError, match="tokenizer mine changes to bytes-257 when it.*= 1"):
         pack(WORDS, Mine(), tmp_path, workers=2)
     assert pack(WORDS, Mine(), tmp_path).meta["documents"] == 50
 

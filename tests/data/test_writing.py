@@ -129,7 +129,7 @@ def test_a_full_disk_keeps_what_was_committed(tmp_path, chunks_of_one):
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (150_000, old[1]))  # two and a half documents
-        with pytest.raises(DataError, match=r"cannot be written to .*tokens.bin.*goes on from"):
+        with pytest.raises(DataError, match=r"cannot be written to .*tokens.bin.*call resumes"):
             pack(Texts(texts), tokenizer, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
@@ -191,7 +191,7 @@ def test_other_text_under_the_same_description_is_noticed(tmp_path, chunks_of_on
         pack(Texts(tuple("abcdefg"), 4, claim="same"), ByteTokenizer(), tmp_path)
     dataset = pack(Texts(tuple(now), claim="same"), ByteTokenizer(), tmp_path)
     # What is not committed yet may change; that is new text to us.
-    assert ("text is no longer what it was" in caplog.text) == (now[:4] != "abcd")
+    assert ("text has changed since packing began" in caplog.text) == (now[:4] != "abcd")
     fresh = pack(Texts(tuple(now), claim="same"), ByteTokenizer(), tmp_path / "b")
     assert files(dataset.path) == files(fresh.path)
 

@@ -51,11 +51,11 @@ def test_what_fits_nowhere_is_no_ratio(asked):
 @pytest.mark.parametrize(
     "flag, said",
     [
-        ("--contexts=0", "--contexts = '0': must be numbers of tokens from 1 on"),
-        ("--contexts=512,-1", "--contexts = '512,-1': must be numbers of tokens from 1 on"),
-        ("--contexts=", "--contexts = '': must be numbers of tokens from 1 on, one at least"),
-        ("--budget=nan", "--budget = nan: must be a number of bytes from 1 on"),
-        ("--budget=inf", "--budget = inf: must be a number of bytes from 1 on"),
+        ("--contexts=0", "--contexts = '0': must be at least one number of tokens"),
+        ("--contexts=512,-1", "--contexts = '512,-1': must be at least one number of tokens"),
+        ("--contexts=", "--contexts = '': must be at least one number of tokens, each at least 1"),
+        ("--budget=nan", "--budget = nan: must be a finite number of bytes"),
+        ("--budget=inf", "--budget = inf: must be a finite number of bytes"),
     ],
 )
 def test_flags_of_no_use(asked, flag, said):

@@ -445,7 +445,7 @@ def test_the_benchmark_runs_to_its_end(tmp_path, one_device):
             "--json",
             "--new=6",
             "--slots=2",
-            "--most=3",
+            "--max_slots=3",
             "--blocks=2",
             "--sampled=1",
             "--curve=0.5",

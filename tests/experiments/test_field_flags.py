@@ -113,7 +113,7 @@ def test_defaults_are_those_of_the_declaration(define):
     parse()
     declared = {f.name: f.default for f in dataclasses.fields(Options) if f.name in FIELDS}
     assert group.values() == declared | {"layers": [], "names": []}
-    assert group.given() == []
+    assert group.on_command_line() == []
     assert group(layers=(), names=()) == Options()
 
 
@@ -139,7 +139,7 @@ def test_values_are_read(define, field, argument, value):
     group = define(Options, FIELDS)
     parse(argument)
     assert group[field] == value and type(group[field]) is type(value)
-    assert group.given() == [field]
+    assert group.on_command_line() == [field]
 
 
 @pytest.mark.parametrize(

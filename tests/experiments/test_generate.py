@@ -169,7 +169,7 @@ def test_a_single_prompt_has_a_legend(generate):
         (["--cap=0"], r"^--cap = 0: must be an integer of at least 1"),
         (["--engine=speculative", "--draft_exit=2"], r"^--draft_exit = 2: must be the number"),
         (["--top_p=0"], r"^--top_p = 0.0: "),
-        (["--stop=\udcff"], r"^--stop = .*: must be text that UTF-8 has"),
+        (["--stop=\udcff"], r"^--stop = .*: must be text that UTF-8 can"),
         (["--decay=1e300"], r"^--decay = 1e\+300: must be finite"),
         (["--temperature=1e300"], r"^--temperature = 1e\+300: must be at least 0"),
         (["--stop="], r"^--stop = \[''\]: must be a sequence of texts"),
@@ -351,4 +351,4 @@ def test_a_mesh_without_devices_says_in_a_line_how_to_get_some(launch, small_run
 
 def test_an_old_name_of_a_flag_names_the_new_one(launch):
     code, _, err = launch("--workdir=runs/mine", "--max_depth=1", "--prompt=x")
-    assert (code, err) == (1, "error: --max_depth: is called --num_segments now.\n")
+    assert (code, err) == (1, "error: --max_depth: is now called --num_segments.\n")

@@ -312,7 +312,7 @@ def test_exits_are_apportioned():
     batch = functions_of("eejax.experiments.gpu_check.batch")
     config = batch.SMALL.model.config(64)
     for slots in (8, 64):
-        leaving = batch.drawn(config, slots) == 0
+        leaving = batch.draw_thresholds(config, slots) == 0
         assert leaving.sum(0).tolist() == [slots // 2, slots // 4]
 
 

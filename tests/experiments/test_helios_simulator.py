@@ -290,7 +290,7 @@ def test_paces():
     costs = StepCosts(0.1, (3.0, 1.0, 4.0), (0.0, 0.5, 1.0), 0.75, 6.0, 3.0, (1, 2))
     got = StepSeconds.of(costs, (2, 8), 64)
     assert got.seconds(0, []) == 0.0 and got.seconds(0, [16]) == 10.0 + 4 * 0.75
-    assert got.step == 0.1 and got.chunk == (2.0, 4.0) and got.most == 8
+    assert got.step == 0.1 and got.chunk == (2.0, 4.0) and got.max_rows == 8
     assert got.rows[0] == (1.5, 1.5, *(5.0,) * 6) and got.rows[1][:3] == (2.5, 2.5, 9.0)
     # One span, then two; three rows are faster in place, unless two of them are of one text.
     assert [got.seconds(0, [1] * k) for k in (1, 2, 3)] == [2.25, 3.0, 3.0]
@@ -378,9 +378,12 @@ def test_rows_that_wait_go_through_what_has_grown_behind_them_too():
     job = SimulatedRequest(number=0, order=(0, 0), came=0.0, part=part)
     part.waiting.append(job)
     part.join()
-    assert part.call(0.0).end == 2.0 and job.left == [0, 2]  # a prompt, and two by the first exit
+    assert part.call(0.0).end == 2.0 and job.remaining == [
+        0,
+        2,
+    ]  # a prompt, and two by the first exit
     part.grow(3, 2.0)
-    assert part.grown() == (1 + 3) * 0.5 and job.left == [0, 2, 2]
+    assert part.grown() == (1 + 3) * 0.5 and job.remaining == [0, 2, 2]
     before = part.flops
     part.call(2.0)
     assert part.flops - before == 1 + 3 + 3 + 1  # the next token goes through all with both

@@ -136,7 +136,7 @@ def test_stopped_politely_it_goes_on(repo_root, corpus, tmp_path):
         process.send_signal(number)
         code, _, err = finish(process)
         assert code == 128 + number, err
-        assert "stopped: the same command goes on from here" in err and "Traceback" not in err
+        assert "stopped: the same command resumes" in err and "Traceback" not in err
         assert committed(tmp_path) > done
         done = committed(tmp_path)
     code, _, err = finish(launch(repo_root, *flags(folder, tmp_path), "--workers=1"))

@@ -21,15 +21,15 @@ def test_windows_cover_a_text_and_batches_are_filled_up():
     assert (batch["labels"][len(rows) :] == -1).all() and (batch["labels"][: len(rows)] >= 0).all()
     assert len(windows.cut(text, 2)) == 2
     assert windows.divided(text, 600) == (text[:-600], text[-600:])
-    with pytest.raises(ConfigError, match="--unseen = 641: the text has but 1280 bytes"):
+    with pytest.raises(ConfigError, match="--unseen = 641: the text has only 1280 bytes"):
         windows.divided(text, 641)
 
 
 def test_what_is_missing_is_told(monkeypatch):
     monkeypatch.delenv("EEJAX_DATA", raising=False)
     with pytest.raises(ConfigError, match="--model and --text: must be given"):
-        windows.given(None, "text.txt")
-    assert [str(p) for p in windows.given("model", "text.txt")] == ["model", "text.txt"]
+        windows.model_and_text(None, "text.txt")
+    assert [str(p) for p in windows.model_and_text("model", "text.txt")] == ["model", "text.txt"]
 
 
 PLACES = {

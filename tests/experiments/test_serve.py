@@ -61,9 +61,9 @@ def test_why_an_engine_ended_is_told_each_time(tmp_path, capsys):
         (["--max_body=0"], "--max_body = 0: must be an integer of at least 1."),
         (["--objective=energy", "--slots=0"], "--slots = 0: must be an integer of at least 1."),
         (["--objective=energy", "--breaches=101"], "--breaches = 101: must fit the window."),
-        (["--objective=energy", "--drafts=2"], "--drafts = 2: does not go with --objective."),
-        (["--greedy"], "--greedy: goes with --objective, which names what is best."),
-        (["--reassess=auto"], "--reassess: goes with --objective, which names what is best."),
+        (["--objective=energy", "--drafts=2"], "--drafts = 2: must be left out with --objective."),
+        (["--greedy"], "--greedy: requires --objective."),
+        (["--reassess=auto"], "--reassess: requires --objective."),
     ],
 )
 def test_bad_values_name_their_flag(flags, said):

@@ -153,10 +153,12 @@ def scores_of(units=400, tokens=10):
 
 def test_own_thresholds_tell_positions_apart():
     scores = scores_of()
-    points = [at_threshold(scores, t) for t in sweep.own_thresholds(scores, "max_probability", [1])]
+    points = [
+        at_threshold(scores, t) for t in sweep.gate_thresholds(scores, "max_probability", [1])
+    ]
     shares = [p.shares[0] for p in points]
     np.testing.assert_allclose(shares, 1 - np.arange(12) / 12, atol=0.01)
-    assert sweep.own_thresholds(scores, "patience", [1]) == [0.0]
+    assert sweep.gate_thresholds(scores, "patience", [1]) == [0.0]
 
 
 def test_a_text_of_nothing_to_score_is_refused(repo_root, workdir, tmp_path):
@@ -169,7 +171,7 @@ def test_a_text_of_nothing_to_score_is_refused(repo_root, workdir, tmp_path):
         f"--out={tmp_path / 'out.png'}",
     )
     assert code == 1 and "Traceback" not in err
-    assert re.search(r"^error: --text = .*tiny.txt.*: holds no byte to score", err, re.MULTILINE)
+    assert re.search(r"^error: --text = .*tiny.txt.*: must hold at least two", err, re.MULTILINE)
 
 
 def test_divisions_measure_what_was_promised():

@@ -313,10 +313,10 @@ def test_results_are_imported_with_one_command(tmp_path, capsys):
 @pytest.mark.parametrize(
     "text, said",
     [
-        ("no JSON", "is no JSON. Give the output of score_tasks --json or of lm_eval"),
+        ("no JSON", "is not JSON. Give the output of score_tasks --json or of lm_eval"),
         ("[1]", 'must have "rows" .* or "results"'),
         ('{"rows": [{"name": "exit 2"}]}', 'must have "rows" .*KeyError'),
-        ("[" * 100_000, "is no JSON"),
+        ("[" * 100_000, "is not JSON"),
         ('{"results": {"a": {"acc,none": 1.5}}}', r"a acc: value = 1.5: must be .* in \[0, 1\]"),
         ('{"results": {"a": {"acc": %s}}}' % ("9" * 400), r"a acc: value = inf: .* in \[0, 1\]"),
         ('{"results": {"a": {"rougeL": %s}}}' % ("9" * 400), "a rougeL: value = inf: "),

@@ -35,7 +35,7 @@ from eejax.helios.repository import (
     rebuild,
 )
 
-shown = functions_of("eejax.experiments.repository").shown
+measurement_tables = functions_of("eejax.experiments.repository").measurement_tables
 
 
 def test_a_repository_that_cannot_be_written_stops_nobody(tmp_path):
@@ -281,7 +281,7 @@ def used(repository: Repository) -> None:
         Expectations(8.0).learn(found, row)
     repository.benchmark("m")
     for model in repository.models():
-        shown(repository)
+        measurement_tables(repository)
         repository.history(model, last=-1)
     if scores := repository.scores():
         with contextlib.suppress(ConfigError):  # of other models, or on other tasks
@@ -306,7 +306,7 @@ def test_a_row_is_refused_by_name_or_can_be_used(at, value):
     except DataError as error:
         assert re.search(rf"row \d+ of table {table}: ", str(error))
         with pytest.raises(DataError, match=re.escape(str(error))):
-            shown(repository)
+            measurement_tables(repository)
     else:
         used(repository)
     repository.close()

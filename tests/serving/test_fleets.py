@@ -138,7 +138,7 @@ async def test_clients_get_every_token_while_models_and_depths_change(fleet):
         (dict(objective="fast"), "objective", "objective = \"fast\": Input should be 'throughput'"),
         (dict(objective="goodput"), "objective", 'objective = "goodput": Input should be'),
         (dict(stop_token_ids=[300]), "stop_token_ids", "stop_token_ids = (300,): must be a"),
-        (dict(echo=True, logprobs=1), "echo", "echo = true: goes without logprobs here"),
+        (dict(echo=True, logprobs=1), "echo", "echo = true: excludes logprobs here"),
     ],
 )
 def test_what_a_fleet_does_not_take_is_named(fleet, change, param, said):
@@ -338,12 +338,12 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
 @pytest.mark.parametrize(
     "flags, said",
     [
-        (["--limits=ttft=1"], "--limits: goes with --objective"),
-        (["--nogreedy"], "--greedy: goes with --objective"),
-        (["--candidates=2"], "--candidates: goes with --objective"),
+        (["--limits=ttft=1"], "--limits: requires --objective"),
+        (["--nogreedy"], "--greedy: requires --objective"),
+        (["--candidates=2"], "--candidates: requires --objective"),
         (["--objective=goodput"], "objective = 'goodput': needs limits of ttft_p99 and accuracy"),
         (["--objective=energy", "--limits=speed=1"], "limits = 'speed': must be of throughput"),
-        (["--objective=energy", "--drafts=2"], "--drafts = 2: does not go with --objective"),
+        (["--objective=energy", "--drafts=2"], "--drafts = 2: must be left out with --objective"),
         (["--objective=energy", "--budget=much"], "--budget = 'much': must be a number of bytes"),
         (
             ["--objective=energy", "--limits=accuracy=2"],
@@ -411,7 +411,7 @@ def test_prompts_of_a_file(tmp_path):
     for text, said in (
         ("\n", "must have a line"),
         ("{}", "line 1 must have a text"),
-        ("{", "line 1 is no JSON"),
+        ("{", "line 1 is not JSON"),
         ('a\n{"prompt": "x\\ud800y"}', r"prompts'?: line 2 has \\ud800 in its prompt"),
     ):
         file.write_text(text)

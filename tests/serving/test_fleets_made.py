@@ -163,9 +163,9 @@ def test_slots_by_what_a_budget_holds():
             held = capacity.engine_bytes(config, options, depth, 32, n)
             assert held + capacity.audit_bytes(config, depth) <= budget
         assert capacity.audit_bytes(config, 1) > capacity.audit_bytes(config, len(slots)) == 0
-    assert fleets.room(own, 64, 32, fleets.least(own, 32))[-1] == 1
+    assert fleets.room(own, 64, 32, fleets.min_bytes(own, 32))[-1] == 1
     with pytest.raises(ConfigError, match="bytes at least"):
-        fleets.room(own, 64, 32, fleets.least(own, 32) - 1)
+        fleets.room(own, 64, 32, fleets.min_bytes(own, 32) - 1)
     with pytest.raises(
         ConfigError, match="budget = 1000: must be .* which the whole of model"
     ) as e:
@@ -176,7 +176,7 @@ def test_slots_by_what_a_budget_holds():
 
 def test_a_budget_too_small_is_told_what_all_models_need():
     members = {name: m for name, m in reversed(TinyFleet().members().items())}
-    needs = {name: fleets.least(m, 32) for name, m in members.items()}
+    needs = {name: fleets.min_bytes(m, 32) for name, m in members.items()}
     aims = fleets.FleetConfig(options=ControllerOptions(budget=1000))
     with pytest.raises(ConfigError, match="budget = 1000: must be .* bytes at least") as error:
         fleets.built(members, ByteTokenizer(), aims, slots=2, context=32)

@@ -59,7 +59,7 @@ ASKING = dict(
     store=(True, "keeping answers is not supported"),
     suffix=("end", "text before a suffix is not supported"),
     tool_choice=("required", "having a tool called is not supported"),
-    tools=([TOOL], "calls of tools are not read"),
+    tools=([TOOL], "tool calls are not parsed"),
     verbosity=("low", "a verbosity is not supported"),
     web_search_options=({}, "searching the web is not supported"),
 )
@@ -114,5 +114,5 @@ def test_what_is_not_supported_is_refused_by_name(body, kind, theirs):
 def test_tools_are_for_the_template_alone():
     made = form.ChatRequest.model_validate(CHAT | dict(tools=[TOOL], tool_choice="none"))
     assert made.tools == [TOOL]
-    with pytest.raises(ValidationError, match="goes with add_generation_prompt = false"):
+    with pytest.raises(ValidationError, match="requires add_generation_prompt = false"):
         form.ChatRequest.model_validate(CHAT | dict(continue_final_message=True))

@@ -386,7 +386,7 @@ def test_a_configuration_says_what_is_wrong_with_it():
 
     for args, told in (
         ({}, "models = {}: field required"),
-        ({"models": {}}, "models = {}: must name one at least"),
+        ({"models": {}}, "models = {}: must name at least one"),
         ({"models.m": "x", "model.m": "x"}, 'model = {"m": "x"}: extra inputs'),
         ({"models": {"m": {"source": "x", "slots": "many"}}}, 'models.m.slots = "many": input'),
         ({"models": {"m": {"source": "x", "slot": 1}}}, "models.m.slot = 1: unexpected"),
@@ -398,7 +398,7 @@ def test_a_configuration_says_what_is_wrong_with_it():
         with pytest.raises(ConfigError) as caught:
             build(args)
         assert str(caught.value).startswith(told)
-    with pytest.raises(ConfigError, match="models = {}: must name one at least"):
+    with pytest.raises(ConfigError, match="models = {}: must name at least one"):
         application({})
 
 

@@ -261,11 +261,11 @@ def test_what_contradicts_the_base_is_named(text, base, change, given, message):
     config = configuration(text, base)
     config.model.update(change)
     if message is None:
-        model = bases.with_base(config, given=given).model
+        model = bases.with_base(config, overrides=given).model
         assert {k: getattr(model, k) for k in change} == change
         return
     with pytest.raises(ConfigError, match=message):
-        bases.with_base(config, given=given)
+        bases.with_base(config, overrides=given)
 
 
 def test_a_base_gives_a_configuration_what_it_leaves_out(text, base, tmp_path):
@@ -331,8 +331,8 @@ def test_another_tokenizer_than_the_base_s_is_refused(text, base, tmp_path):
     with pytest.raises(DataError, match="data.tokenizer = 'bpe': must be the base's, bytes-257"):
         bases.with_base(config)
     config.data.tokenizer = "bytes"
-    assert bases.with_base(config, given={"data.tokenizer"}).data.tokenizer == inputs.BASE
-    with pytest.raises(ConfigError, match="must be another than train.base"):
+    assert bases.with_base(config, overrides={"data.tokenizer"}).data.tokenizer == inputs.BASE
+    with pytest.raises(ConfigError, match="must differ from train.base"):
         bases.with_base(config, base)
 
 

@@ -385,7 +385,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
 
 
 def test_the_base_and_other_runs_are_not_written_over(base, tmp_path):
-    with pytest.raises(ConfigError, match="must be another than train.base"):
+    with pytest.raises(ConfigError, match="must differ from train.base"):
         fit(tuned_experiment(base), base)
     shutil.copytree(base, tmp_path / "other")
     before = {p: p.read_bytes() for p in (tmp_path / "other").rglob("*.json*")}
@@ -445,7 +445,7 @@ def test_split_and_join_are_inverse():
         (dict(tune=dict(exits=(3, 2))), r"must be ascending"),
         (dict(tune=dict(exits=(2, 2))), r"each boundary once"),
         (dict(tune=dict(exits=())), "one weight for each of the 3 tuned exits"),
-        (dict(tune=dict(part="all")), "which tune.part = 'all' does not say"),
+        (dict(tune=dict(part="all")), "must be empty with tune.part = 'all'"),
         (dict(tune=dict(part="tail")), "TuneConfig.part = 'tail'"),
         (dict(tune=dict(start="zero")), "TuneConfig.start = 'zero'"),
         (dict(model=dict(d_model=32, d_ff=64, head_dim=8)), "d_model: 16 in the base, 32 wanted"),
