@@ -204,7 +204,7 @@ class CompletionResponse(ResponseBuilder):
 
     @property
     def scores_prompts(self) -> bool:
-        """Whether prompts are repeated with their log-probabilities."""
+        """True if prompts are repeated with their log-probabilities."""
         return bool(self.body.echo) and self.body.logprobs is not None
 
     async def _scored(self, number: int) -> TextScores | None:

@@ -83,7 +83,7 @@ class EngineReady(NamedTuple):
 
     @property
     def chooses(self) -> bool:
-        """Whether the server chooses the model and the exits."""
+        """True if the server chooses the model and the exits."""
         return self.models is not None
 
     @property

@@ -137,12 +137,12 @@ class ExitWeights:
 
     @property
     def sparse(self) -> bool:
-        """Whether exits are left out at some steps."""
+        """True if exits are left out at some steps."""
         return self.curriculum != "none"
 
     @property
     def ends_with_the_run(self) -> bool:
-        """Whether the weights at a step depend on the number of steps of the run."""
+        """True if the weights at a step depend on the number of steps of the run."""
         return self.curriculum == "gradual" or (self.kind != "constant" and not self.steps)
 
 
