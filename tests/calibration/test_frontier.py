@@ -70,18 +70,25 @@ def scored(model):
     return score(*model, batches), batches
 
 
-def look(model, batch):
-    """(logits, states at the boundary), each [e, n, ...], of a batch's counted positions."""
-    p, config = model
-    counted, states = batch["labels"] != -1, []
+@functools.partial(jax.jit, static_argnames="config")
+def logits_and_states(p, config, tokens):
+    """(logits, states at the boundary), each [e, b, t, ...]."""
+    states = []
 
     def tap(e, x):
-        states.append(np.asarray(x)[counted])
+        states.append(x)
         return x
 
-    read = transformer.exit_states(p, config, batch["tokens"], tap=tap)
+    read = transformer.exit_states(p, config, tokens, tap=tap)
     logits = [exits.logits(exits.head(p, config, e), h) for e, h in enumerate(read)]
-    return np.stack([np.asarray(y)[counted] for y in logits]), np.stack(states)
+    return jnp.stack(logits), jnp.stack(states)
+
+
+def look(model, batch):
+    """(logits, states at the boundary), each [e, n, ...], of a batch's counted positions."""
+    counted = batch["labels"] != -1
+    found = logits_and_states(*model, batch["tokens"])
+    return tuple(np.asarray(a)[:, counted] for a in found)
 
 
 def routed(p, config, e, x):

@@ -59,7 +59,8 @@ def gradients(args, **kwargs):
     def cost(hs, t, b, w, c):
         return run(hs, t, b, labels, w, c, **kwargs)
 
-    return jax.value_and_grad(cost, (0, 1, 2, 3, 4), has_aux=True)(
+    # A function of its own for each call, so that each is traced with its implementation.
+    return jax.jit(jax.value_and_grad(cost, (0, 1, 2, 3, 4), has_aux=True))(
         hs, table, bias, weights, coefficients
     )
 

@@ -54,9 +54,13 @@ def test_rows_beside_a_cache_equal_the_whole_sequence(case):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, T, 12), np.float32))
     window = config.window(0)
     positions = jnp.arange(T, dtype=jnp.int32)[None]
-    whole, (k, v) = layers.self_attention(
-        p, x, config, layers.make_context(config, positions), window=window
-    )
+
+    @jax.jit
+    def all_rows(x):
+        context = layers.make_context(config, positions)
+        return layers.self_attention(p, x, config, context, window=window)
+
+    whole, (k, v) = all_rows(x)
 
     def flat(a):
         return jnp.swapaxes(a, 1, 2).reshape(-1, T, a.shape[-1])

@@ -36,7 +36,7 @@ def test_gradients_reach_the_past_and_only_the_past(position, window):
         changed = p | {"embed": p["embed"] | {"tokens": table}}
         return transformer.exit_states(changed, config, tokens)
 
-    jacobians = jax.jacrev(states)(p["embed"]["tokens"])  # per exit [1, t, d, v, d]
+    jacobians = jax.jit(jax.jacrev(states))(p["embed"]["tokens"])  # per exit [1, t, d, v, d]
     assert len(jacobians) == 5
     for e, j in enumerate(jacobians):
         size = np.abs(np.asarray(j[0])).max((1, 3))  # [t, position]
@@ -62,7 +62,7 @@ def test_positions_that_start_again_do_not_open_the_future():
         changed = p | {"embed": {"tokens": table}}
         return transformer.exit_states(changed, config, jnp.arange(T)[None], positions=positions)
 
-    for j in jax.jacrev(states)(p["embed"]["tokens"]):
+    for j in jax.jit(jax.jacrev(states))(p["embed"]["tokens"]):
         assert (np.triu(np.abs(np.asarray(j[0])).max((1, 3)), 1) == 0).all()
 
 

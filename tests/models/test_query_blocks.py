@@ -93,6 +93,16 @@ def attention64(p, x, config, positions, segments):
     return jnp.einsum("btnh,nhd->btd", y, p["o"]) + p["o_bias"][None, None]
 
 
+def pulled_back(f, pull, *inputs):
+    """f(*inputs), and the gradients of its product with `pull`, as one program."""
+
+    def run(pull, *inputs):
+        y, back = jax.vjp(f, *inputs)
+        return y, back(pull)
+
+    return jax.jit(run)(pull, *inputs)
+
+
 def close(got, want, bound):
     """Every leaf within `bound` of its largest entry, or of a hundredth of the largest leaf's.
 
@@ -114,20 +124,17 @@ def test_parameters_and_inputs(case, t):
     config, p, x, positions, segments = setup(case, t)
     pull = np.random.default_rng(1).standard_normal((2, t, 12))
 
-    @jax.jit
     def ours(p, x):
-        y, back = jax.vjp(lambda p, x: blocked(p, x, config, positions, segments), p, x)
-        return y, back(jnp.asarray(pull, jnp.float32))
+        return blocked(p, x, config, positions, segments)
 
-    y, grads = ours(p, x)
+    y, grads = pulled_back(ours, pull.astype(np.float32), p, x)
     p64, x64 = reference_model.tree64(p), np.asarray(x, np.float64)
     with jax.enable_x64(True):
-        y64, back = jax.vjp(
-            lambda p, x: attention64(p, x, config, positions, segments),
-            *jax.tree.map(jnp.asarray, (p64, x64)),
+        y64, grads64 = pulled_back(
+            lambda p, x: attention64(p, x, config, positions, segments), pull, p64, x64
         )
         assert y64.dtype == jnp.float64
-        y64, grads64 = jax.tree.map(np.asarray, (y64, back(jnp.asarray(pull))))
+        y64, grads64 = jax.tree.map(np.asarray, (y64, grads64))
     for row in range(2):
         want = reference_model.attention(
             p64, x64[row], config, config.window(0), positions[row], segments[row]
@@ -165,13 +172,10 @@ def test_queries_keys_and_values(case):
         y = attention.causal_attention(q, rows(k), rows(v), mask, context.distance, slopes, config)
         return y.reshape(2, t, n, h)
 
-    y, back = jax.vjp(jax.jit(ours), *(jnp.asarray(a, jnp.float32) for a in qkv))
-    grads = back(jnp.asarray(pull, jnp.float32))
+    y, grads = pulled_back(ours, pull.astype(np.float32), *(a.astype(np.float32) for a in qkv))
     with jax.enable_x64(True):
-        y64, back = jax.vjp(
-            lambda *a: mix64(*a, config, positions, segments), *map(jnp.asarray, qkv)
-        )
-        y64, grads64 = jax.tree.map(np.asarray, (y64, back(jnp.asarray(pull))))
+        found64 = pulled_back(lambda *a: mix64(*a, config, positions, segments), pull, *qkv)
+        y64, grads64 = jax.tree.map(np.asarray, found64)
     close(y, y64, 1e-5)
     close(grads, grads64, 3e-5)
 

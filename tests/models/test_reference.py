@@ -1,5 +1,7 @@
 """The model against the same model in float64 numpy, over the whole configuration space."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,6 +26,7 @@ def noisy(config, seed=0):
     return params.map_params(one, params.abstract(config))
 
 
+@functools.partial(jax.jit, static_argnames="config")
 def all_logits(p, config, tokens, **kwargs):
     states = transformer.exit_states(p, config, tokens, **kwargs)
     return [
@@ -38,7 +41,7 @@ def test_every_exit_equals_float64(config, seed):
     rng = np.random.default_rng(seed)
     p = noisy(config, seed % 1000)
     tokens = rng.integers(0, config.vocab_size, (2, 9))
-    got = jax.jit(all_logits, static_argnums=1)(p, config, jnp.array(tokens))
+    got = all_logits(p, config, jnp.array(tokens))
     for row in range(2):
         want = reference_model.exit_logits(p, config, tokens[row])
         assert len(got) == len(want) == config.n_exits + 1
@@ -89,7 +92,7 @@ def test_bf16_computes_in_bf16_and_reduces_in_fp32():
     tokens = jax.random.randint(jax.random.key(1), (2, 20), 0, 50)
     half = all_logits(p, config, tokens)
     full = all_logits(p, config.replace(dtype="float32"), tokens)
-    states = transformer.exit_states(p, config, tokens)
+    states = jax.eval_shape(lambda p: transformer.exit_states(p, config, tokens), p)
     for s, h, f in zip(states, half, full, strict=True):
         assert s.dtype == jnp.bfloat16 and h.dtype == jnp.float32
         # 8 bits of mantissa: relative rounding 2^-9 per operation, over some tens of operations.

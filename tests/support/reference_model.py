@@ -123,17 +123,14 @@ def attention(p, x, c, window, positions, segments):
     out = np.zeros((t, c.n_heads, c.head_dim))
     for n in range(c.n_heads):
         for i in range(t):
-            scores = []
-            for j in range(t):
-                s = q[i, n] @ k[j, n // group] * scale
-                if c.attention_softcap:
-                    s = c.attention_softcap * math.tanh(s / c.attention_softcap)
-                if c.position == "alibi":
-                    s -= alibi[n] * (positions[i] - positions[j])
-                gap = positions[i] - positions[j]
-                seen = gap >= 0 and segments[i] == segments[j] and (window is None or gap < window)
-                scores.append(s if seen else -np.inf)
-            w = np.exp(np.array(scores) - np.max(scores))
+            s, gap = k[:, n // group] @ q[i, n] * scale, positions[i] - positions
+            if c.attention_softcap:
+                s = c.attention_softcap * np.tanh(s / c.attention_softcap)
+            if c.position == "alibi":
+                s = s - alibi[n] * gap
+            seen = (gap >= 0) & (segments[i] == segments) & (window is None or gap < window)
+            s = np.where(seen, s, -np.inf)
+            w = np.exp(s - s.max())
             out[i, n] = (w / w.sum()) @ v[:, n // group]
     return np.tensordot(out, p["o"], 2) + p.get("o_bias", 0)
 

@@ -41,12 +41,18 @@ def batch_of(n, seed=0, b=8, t=12, config=CONFIG):
     return {"tokens": tokens[:, :-1], "labels": labels}
 
 
-def setup(config=CONFIG, mesh=None, **options):
-    mesh = mesh or make_mesh(MeshConfig())
+@functools.cache
+def made(config, mesh, **options):
+    """(transformation, train step): compiled once for all tests that train alike."""
     tx = optimizer.transformation(OPTIMIZER, params.decays(config))
     rate = optimizer.learning_rate(OPTIMIZER, STEPS)
     options = {"clip_norm": OPTIMIZER.clip_norm} | options
-    train = step.make_train_step(config, tx, rate, WEIGHTS, mesh, **options)
+    return tx, step.make_train_step(config, tx, rate, WEIGHTS, mesh, **options)
+
+
+def setup(config=CONFIG, mesh=None, **options):
+    mesh = mesh or make_mesh(MeshConfig())
+    tx, train = made(config, mesh, **options)
     return mesh, train, state.create(config, tx, 0, mesh)
 
 
@@ -213,7 +219,7 @@ def test_norms_and_biases_do_not_decay():
     value = initial()
     tx = optimizer.transformation(settings, params.decays(CONFIG))
     zero = jax.tree.map(np.zeros_like, value)
-    updates, _ = tx.update(zero, tx.init(value), value)
+    updates, _ = jax.jit(lambda zero, value: tx.update(zero, tx.init(value), value))(zero, value)
     flat = jax.tree_util.tree_flatten_with_path(updates)[0]
     for (path, update), leaf in zip(flat, jax.tree.leaves(value), strict=True):
         name = jax.tree_util.keystr(path, simple=True, separator="/")
