@@ -35,7 +35,7 @@ class Told(Payoff):
 def made(subset, exits: float) -> AutoGenerator:
     p, config = subset((1, 3))
     clock = Clock(exits)
-    generator = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=(1, 2)))
+    generator = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=(4,)))
     clock.auto = AutoGenerator(generator, Told(pairs=2, calls=100), clock)
     return clock.auto
 

@@ -75,7 +75,9 @@ def test_requests_go_on_as_in_the_deeper_model(
         assert weights.segments[: engine.num_segments] == engine.weights.segments  # the very arrays
         engine, state = deepen(engine, state, weights)
         assert engine.num_segments == depth and (state.boundary is None) == (depth == 4)
-        whole = dataclasses.replace(options, num_segments=depth, can_deepen=False)
+        # A whole model's state keeps no more either way: with one value it is the same program.
+        last = depth > config.n_exits
+        whole = dataclasses.replace(options, num_segments=depth, can_deepen=last)
         fresh = EarlyExitEngine.make(p, config, whole, slots=SLOTS, context=CONTEXT)
         other = fresh.start()
         for slot, (text, own) in enumerate(zip(texts, asked, strict=True)):

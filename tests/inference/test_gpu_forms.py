@@ -8,7 +8,7 @@ import pytest
 from adding import add
 from near_ties import assert_same
 
-from eejax.inference import Generator
+from eejax.inference import EngineOptions, Generator
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.scheduler import Scheduler
@@ -31,6 +31,7 @@ CONFIG = ModelConfig(
 )
 NEW = 8
 PROMPTS = [np.random.default_rng(i).integers(0, 61, n).tolist() for i, n in enumerate((3, 9, 5))]
+BUCKETS = (1, 16)  # one row, which is multiplied as two, and all that may wait
 RULES = dict(gate="max_probability", threshold=[0.3, 0.2])
 
 
@@ -59,7 +60,8 @@ def for_gpu(request, monkeypatch):
 
 def run(model, engine: str, prompts=PROMPTS):
     own = dict(threshold=1.0) if engine in ("full", "speculative") else RULES
-    return Generator.make(model, CONFIG, engine).generate(prompts, NEW, **own)
+    options = EngineOptions(engine, buckets=BUCKETS)
+    return Generator.make(model, CONFIG, options).generate(prompts, NEW, **own)
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +89,7 @@ def test_one_row_is_multiplied_as_two(engine, model, want, for_gpu):
 def test_slots(model, want, for_gpu):
     short = EarlyExitEngine.make(model, CONFIG, slots=2, context=16)
     assert short.options.chunk == CONFIG.context_length  # of several requests, and at most 512
-    engine = EarlyExitEngine.make(model, CONFIG, slots=2)
+    engine = EarlyExitEngine.make(model, CONFIG, EngineOptions(buckets=BUCKETS), slots=2)
     scheduler = Scheduler(engine, CONFIG)
     policy = ExitPolicy.make(CONFIG, 1, [RULES["threshold"]], gate=RULES["gate"])
     numbers = [add(scheduler, prompt, NEW, policy=policy) for prompt in PROMPTS]

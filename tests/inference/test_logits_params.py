@@ -124,7 +124,7 @@ def model():
 
 
 def engine_of(model, **options):
-    options = EngineOptions(cap=2, buckets=(2, 8), chunk=16, drafts=2, **options)
+    options = EngineOptions(cap=2, buckets=(8,), chunk=16, drafts=2, **options)
     return EarlyExitEngine.make(model, CONFIG, options, slots=3, context=CONTEXT)
 
 

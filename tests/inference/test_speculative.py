@@ -98,7 +98,7 @@ def check_greedy(subset, prompts, layout, drafts, adapt, buckets, batch, data):
 def test_drafts_stand_exactly_where_the_exit_and_the_final_exit_agree(subset, prompts):
     trained, config = subset((2,))  # an exit with a block
     drafts, limit = 3, 48
-    options = EngineOptions("speculative", drafts=drafts, adapt=False)
+    options = EngineOptions("speculative", drafts=drafts, adapt=False, buckets=(4, 16))
     asked = prompts(3, [12, 5, 9])
     for seed in range(10):  # the model was trained here: which texts are a test depends on that
         p = rough(trained, seed)
@@ -156,7 +156,7 @@ def test_drafting_ends_where_it_does_not_pay(subset, prompts):
 
 def test_a_request_at_the_end_of_the_context(subset, prompts):
     p, config = subset((1,))
-    options = EngineOptions("speculative", drafts=5, adapt=False, buckets=(1, 3))
+    options = EngineOptions("speculative", drafts=5, adapt=False, buckets=(3,))
     g = Generator.make(p, config, options)
     asked = [*prompts(11, [140]), *prompts(12, [3])]
     a = Generator.make(p, g.config, "posthoc").generate(asked, 60)
@@ -167,7 +167,7 @@ def test_a_request_at_the_end_of_the_context(subset, prompts):
 
 def test_nothing_early_is_emitted_whatever_is_asked(subset, prompts):
     p, config = subset((1, 3))
-    options = EngineOptions("speculative", draft_exit=1, drafts=2, buckets=(1,))
+    options = EngineOptions("speculative", draft_exit=1, drafts=2, buckets=(16,))
     g = Generator.make(p, config, options)
 
     def run(**kwargs):
@@ -183,7 +183,7 @@ def test_nothing_early_is_emitted_whatever_is_asked(subset, prompts):
 
 def test_samples_are_the_full_models(subset, prompts):
     p, config = subset((1, 3))
-    options = EngineOptions("speculative", draft_exit=1, drafts=3)
+    options = EngineOptions("speculative", draft_exit=1, drafts=3, buckets=(8, 32))
     asked = [prompts(0, [6])[0]] * 8
     kwargs = dict(
         temperature=[0.2, 0.5, 0.8, 1.0, 1.2, 1.5, 0.7, 1.0],
@@ -221,7 +221,7 @@ def test_a_sampled_row_does_not_depend_on_its_batch_mates(subset, prompts):
 
 def test_thresholds_seeds_and_sampling_do_not_recompile(subset, prompts, compiled):
     p, config = subset((1, 3))
-    g = Generator.make(p, config, EngineOptions("speculative", drafts=2, buckets=(1,)))
+    g = Generator.make(p, config, EngineOptions("speculative", drafts=2, buckets=(16,)))
     asked = prompts(2, [10, 13])
     g.generate(asked, 12)
     assert compiled  # the listener works
