@@ -35,6 +35,7 @@ RENAMED_FLAGS = {
     "max_depth": "num_segments",
     "min_depth": "min_exit_layer",
     "gamma": "drafts",
+    "most": "max_slots",
 }
 
 

@@ -1,4 +1,11 @@
-"""Catalogue of the three papers' claims, and the findings about each."""
+"""Catalogue of the three papers' claims, and the findings about each.
+
+A finding with a key belongs to the claim of that key, and takes its place and words from there. A
+finding without a key belongs to the claims of its place that have its text. A place with a single
+claim has every finding of that place, so a figure may have a finding for each of its curves. A
+finding with another text at a place of several claims is shown there, and answers none of them. A
+finding may name several places ("Section 3.2, Table 1"), or a part of one ("Figure 3(b)").
+"""
 
 from __future__ import annotations
 

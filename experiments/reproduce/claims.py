@@ -1,4 +1,8 @@
-"""Claims of papers, and the findings of reproductions about them."""
+"""Claims of papers, and the findings of reproductions about them.
+
+A reproduction's summary has a list `findings`, one `Finding` for each claim that it answers;
+`eejax reproduce all` collects them on one page.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Findings about every table, figure and quoted number of HELIOS' paper."""
+"""Findings about every table, figure and quoted number of HELIOS' paper.
+
+A gain (1.48x) holds if ours is at least half of it (1.24x). A share holds within `NEAR`, or above
+it if more is better.
+"""
 
 from __future__ import annotations
 

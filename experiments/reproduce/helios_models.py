@@ -70,7 +70,17 @@ def opened(runs: Mapping[str, pathlib.Path]) -> dict[str, Any]:
 
 
 def record(models: Mapping[str, Any], new: int, most: int | None, slots: int, calls: int):
-    """Record the texts of two models, and their scores by a third one, "judge"; measure costs."""
+    """Record the texts of two models, and their scores by a third one, "judge"; measure costs.
+
+    It takes minutes.
+
+    Args:
+      models: "judge" among them; the smaller of the others first. All share a tokenizer.
+      new: tokens of each prompt's text.
+      most: maximum prompts, or None for all.
+      slots: requests that a model serves at a time while it is timed.
+      calls: calls of the engine over which costs are fitted.
+    """
     from eejax.experiments.helios_simulation import traces
 
     served = {name: model for name, model in models.items() if name != "judge"}

@@ -1,4 +1,8 @@
-"""HELIOS and its baselines, SIMULATED on a trace, prompt by prompt."""
+"""HELIOS and its baselines, SIMULATED on a trace, prompt by prompt.
+
+The controller that decides is the one that serves; only time is simulated
+(`helios_simulation.simulator`).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Models that HELIOS' reproduction serves, and the one that judges their text."""
+"""Models that HELIOS' reproduction serves, and the one that judges their text.
+
+Two early-exit models of different size stand for OPT-1.3B and OPT-6.7B. As in the paper (Table 2,
+section 4.1) each has two early exits, at about a quarter and a half of its depth, and each exit's
+loss has weight 1.0. They learn text of the same tasks as the prompts, without the prompts.
+"""
 
 from __future__ import annotations
 

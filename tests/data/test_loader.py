@@ -379,7 +379,7 @@ def test_bad_positions_and_sizes():
         loader.shard(2, 2)
     with pytest.raises(DataError, match="no token to predict"):
         list(batches(split([1]), 1, 4))
-    with pytest.raises(ConfigError, match="most = 0"):
+    with pytest.raises(ConfigError, match="max_windows = 0"):
         even_windows(data, 4, 0)
 
 

@@ -244,7 +244,7 @@ def test_evaluating_nothing_says_what_to_give(repo_root, tmp_path):
     [
         (["--processes=2"], "error: coordinator, process missing: "),
         (["--distributed"], "error: no cluster is detected (Slurm, Open MPI, Cloud TPU, or"),
-        (["--distributed", "--process=1"], "error: --process: with --distributed the cluster"),
+        (["--distributed", "--process=1"], "error: --process: must be left out with --distributed"),
         (
             ["--coordinator=localhost:9", "--processes=2", "--process=2"],
             "error: process = 2: must be the number of this process, 0 to 1",

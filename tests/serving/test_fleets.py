@@ -411,7 +411,7 @@ def test_prompts_of_a_file(tmp_path):
     for text, said in (
         ("\n", "must have a line"),
         ("{}", "line 1 must have a text"),
-        ("{", "line 1 is not JSON"),
+        ("{", "line 1 is not a readable JSON"),
         ('a\n{"prompt": "x\\ud800y"}', r"prompts'?: line 2 has \\ud800 in its prompt"),
     ):
         file.write_text(text)
