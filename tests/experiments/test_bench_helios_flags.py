@@ -20,7 +20,10 @@ from eejax.common.errors import ConfigError
         ("--early=1.5", "flag --early=1.5: 1.5 is not a number in the range [0.0, 1.0]"),
         ("--early=nan", "--early = nan: must lie in [0, 1]."),
         ("--orders=", "--orders = '': must be at least one of blocked, shuffled, drifting."),
-        ("--orders=shuffled,sorted", "--orders = 'shuffled,sorted': must be of blocked, shuffled"),
+        (
+            "--orders=shuffled,sorted",
+            "--orders = 'shuffled,sorted': must be at least one of blocked, shuffled",
+        ),
         ("--curve=", "--curve = '': must be numbers in (0, 1], one at least."),
         ("--curve=0.9,0", "--curve = '0.9,0': must be numbers in (0, 1]"),
         ("--curve=nan", "--curve = 'nan': must be numbers in (0, 1]"),
