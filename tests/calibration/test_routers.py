@@ -251,7 +251,7 @@ def test_rare_positives_are_ranked_and_too_few_are_refused():
     few = states._replace(tokens=tokens)
     found = train_routers(few, config, start(config), RouterOptions(width=16, epochs=1))
     assert sorted(found.routers) == [0, 2]
-    assert "of which 100 are needed" in found.qualities[1].refused
+    assert "but 100 are needed" in found.qualities[1].refused
     assert (found.confidences[1] == 0).all()
     none = states._replace(tokens=np.concatenate([tokens[:3] * 0 + 3, tokens[3:]]))
     with pytest.raises(DataError, match=r"no exit has 100 positive.*1: 0, 2: 0, 3: 0.*weaker"):
