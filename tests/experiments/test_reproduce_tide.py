@@ -27,7 +27,7 @@ def test_windows_cover_a_text_and_batches_are_filled_up():
 
 def test_what_is_missing_is_told(monkeypatch):
     monkeypatch.delenv("EEJAX_DATA", raising=False)
-    with pytest.raises(ConfigError, match="--model and --text: must be given"):
+    with pytest.raises(ConfigError, match="--model and --text: are required"):
         windows.model_and_text(None, "text.txt")
     assert [str(p) for p in windows.model_and_text("model", "text.txt")] == ["model", "text.txt"]
 
