@@ -223,7 +223,7 @@ def use_kernel(config: ModelConfig) -> bool:
     return call.by_kernels() and covers(config.dtype, config.head_dim)
 
 
-def library_attention(
+def cudnn_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,

@@ -251,7 +251,7 @@ def self_attention(
     fixed = window if isinstance(window, int) else None
     known = context.documents is None and window is fixed
     if cache is None and attention.use_library(q, slopes, not known, config):
-        out = attention.library_attention(
+        out = attention.cudnn_attention(
             q, k, v, None if known else mask, fixed if known else None, config
         )
     elif cache is None:

@@ -10,17 +10,13 @@ import pytest
 from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.inference import EngineOptions, Generator
+from eejax.inference import Generator
 from eejax.train.runs import open_run
 
 
 @pytest.fixture
 def batch(small_run, capsys, monkeypatch, tmp_path):
-    """Runs the launcher on lines: ({line: its JSON}, in the order they came, stderr, status).
-
-    Its engines have one bucket, not the five that these slots have: each is compiled for every
-    segment."""
-    monkeypatch.setattr(EngineOptions, "_buckets_for", lambda self, slots: (16,))
+    """Runs the launcher on lines: ({line: its JSON}, in the order they came, stderr, status)."""
 
     def run(lines, *arguments, data=None):
         source = tmp_path / "in.txt"
