@@ -15,7 +15,7 @@ from eejax.train.runs import open_run
 
 
 @pytest.fixture
-def batch(small_run, capsys, monkeypatch, tmp_path):
+def batch(small_run, capsys, tmp_path):
     """Runs the launcher on lines: ({line: its JSON}, in the order they came, stderr, status)."""
 
     def run(lines, *arguments, data=None):
