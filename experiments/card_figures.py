@@ -27,7 +27,7 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
     A conditional whose first branch has no products takes it where there is nothing to do. One that
     returns caches belongs to a segment, which runs unless all have left; `propagate` then fills its
     caches. Any other belongs to an exit's head, which runs until a request has left. Every other
-    conditional takes its dearest branch.
+    conditional takes its dearest branch. The first segment of a lone slot has no conditional.
 
     Args:
       kind: as `CardProgram.kind`.
@@ -41,7 +41,7 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
     from eejax.analysis import hlo, hlo_cost
     from eejax.inference.schedule import IN_PLACE
 
-    gone, begun = [False], [False]
+    gone, begun = [False], [kind == "recompute" and batch == 1]
 
     def choose(i: hlo.Instruction, costs: list[hlo_cost.Cost]) -> int:
         first, *rest = costs
