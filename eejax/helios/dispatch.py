@@ -81,7 +81,8 @@ class Dispatcher(Generic[Pending]):
         self._next: Assignment | None = None  # where the first request of the queue goes
         self._too_deep: dict[str, int] = {}  # by model, a depth for which there was no room
         self._sampled, self._share = np.random.default_rng(seed), share
-        self._audited, self._since = 0.0, clock()  # seconds of audits, and when counting began
+        # Seconds of audits outside of evaluations, and the time when counting began.
+        self._audited, self._since = 0.0, clock()
 
     def wait(self, job: FleetRequest) -> None:
         bisect.insort(self.queue, job, key=lambda job: job.order)
@@ -356,11 +357,12 @@ class Dispatcher(Generic[Pending]):
         try:
             verdict = self.pool.judge(job)
         except (RuntimeError, MemoryError) as error:  # the device may have no room for it
-            warnings.warn(f"an answer of {model!r} is not looked at again: {error}", stacklevel=2)
+            warnings.warn(f"an answer of {model!r} was not audited: {error}", stacklevel=2)
             if job.evaluated:
                 self.controller.answered(model, job.telemetry, job.exits)
             return
-        self._audited += self._clock() - begin
+        if not job.evaluated:
+            self._audited += self._clock() - begin
         quality, perplexity = self._on_judged(model, verdict)
         if job.evaluated:
             telemetry = dataclasses.replace(job.telemetry, accuracy=quality, perplexity=perplexity)
