@@ -57,8 +57,8 @@ class Dispatcher(Generic[Pending]):
         profiles: Mapping[str, ModelProfile],
         *,
         share: float,
-        seed: int,
         clock: Callable[[], float],
+        seed: int = 0,
         reference: ReferenceJudge | None = None,
     ):
         """Start with nothing loaded.
@@ -66,6 +66,8 @@ class Dispatcher(Generic[Pending]):
         Args:
           profiles: profiles by model.
           share: share of the answers that are audited.
+          clock: returns seconds.
+          seed: seed of the choice of these answers.
           reference: the model that judges all answers; None if each model judges its own.
         """
         self.controller, self.pool = controller, pool
@@ -85,6 +87,7 @@ class Dispatcher(Generic[Pending]):
         self._audited, self._since = 0.0, clock()
 
     def wait(self, job: FleetRequest) -> None:
+        """Queue a request by its order."""
         bisect.insort(self.queue, job, key=lambda job: job.order)
 
     def reconcile(self) -> None:
@@ -272,7 +275,6 @@ class Dispatcher(Generic[Pending]):
                     depth=self.pool.parts[job.model].depth,
                     tokens=len(job.exits),
                     ttft=job.heard - job.came,
-                    seconds=self._clock() - job.came,
                     perplexity=perplexity,
                     marks=marks(new),
                 )

@@ -92,7 +92,7 @@ def loaded_layers(ready: EngineReady, report: FleetReport | None) -> int:
     """Return the number of loaded layers of the serving model."""
     if report is not None:
         return report.layers
-    return ready.config.exit_boundaries[ready.depth - 1]
+    return ready.config.exit_boundaries[ready.num_segments - 1]
 
 
 def fleet_state(server: ModelServer, name: str, models: Mapping[str, ModelConfig]) -> dict:

@@ -67,7 +67,7 @@ def test_only_audits_outside_of_evaluations_count_towards_their_share_of_the_tim
     controller = mock.Mock(decisions=[])
     controller.level.return_value = 0
     profiles = {"m": mock.Mock(**{"quality_at.return_value": 1.0, "perplexity_at.return_value": 1})}
-    made = dispatch.Dispatcher(controller, pool, profiles, share=0.1, seed=0, clock=lambda: now[0])
+    made = dispatch.Dispatcher(controller, pool, profiles, share=0.1, clock=lambda: now[0])
     for evaluated in (True, False):
         job = SimpleNamespace(
             model="m", evaluated=evaluated, strictness=(1, 0), telemetry=telemetry(), exits=[0]

@@ -182,10 +182,7 @@ def test_which_of_several_models_serves_and_why(opened):
                 7.5,
                 "nvml",
                 switch,
-                tuple(
-                    TimelinePoint(i, "large", 3, 5, 0.1, 0.2, 4.0, came.get(i, ()))
-                    for i in range(4)
-                ),
+                tuple(TimelinePoint(i, "large", 3, 5, 0.1, 4.0, came.get(i, ())) for i in range(4)),
             ),
         ):
             service.report = report
