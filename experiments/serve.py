@@ -206,7 +206,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
         for metric, value in limits.items()
     }
     with launch.flags_named(limit_flags()):
-        aims = _FLEET(objective=_OBJECTIVE.value, limits=limits, options=_CONTROLLER(**budget))
+        config = _FLEET(objective=_OBJECTIVE.value, limits=limits, options=_CONTROLLER(**budget))
     if "repository" in _FLEET.on_command_line():  # fail now, before models are measured
         if not _FLEET["repository"]:
             raise ConfigError("--repository = '': must name a file.")
@@ -221,7 +221,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()
     given = {name: t[0] if len(t) == 1 else t for name, t in thresholds.items()}
     with _ENGINE.named():
-        build = fleets.ServedFleet(models, aims, given, tuple(prompts), **_ENGINE.values())
+        build = fleets.ServedFleet(models, config, given, tuple(prompts), **_ENGINE.values())
     return {AUTO: build}, {AUTO: ExitDefaults()}
 
 

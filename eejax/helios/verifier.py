@@ -90,7 +90,7 @@ class ReferenceJudge:
         self, host: Tree, config: ModelConfig, name: str | None = None, least: float | None = None
     ):
         self.host, self.config = host, config
-        self.auditor = AnswerVerifier(host, config)
+        self.verifier = AnswerVerifier(host, config)
         self.name, self.least = name, least
 
     def quality(self, verdict: AnswerAudit) -> float:

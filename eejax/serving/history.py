@@ -109,7 +109,7 @@ def summary(span: HistorySpan) -> dict:
         begin=span.number * SECONDS,
         running=span.running,
         waiting=span.waiting,
-        held=span.slot_use,
+        cache_use=span.slot_use,
         tokens_per_s=count / SECONDS,
         depth=depth,
         exits=ordered(span.layers),

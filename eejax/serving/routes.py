@@ -71,7 +71,7 @@ def shown(server: ModelServer, name: str) -> dict:
         restarts=service.restarts,
         running=load.running,
         waiting=load.waiting,
-        held=load.num_cached_tokens / max(load.capacity, 1),
+        cache_use=load.num_cached_tokens / max(load.capacity, 1),
         spans=server.metrics.histories[name].spans,
     )
     if service.ready is not None:

@@ -103,7 +103,9 @@ def test_defaults_that_a_model_does_not_have_name_their_flag(monkeypatch):
 
 def test_flags_of_a_controller(monkeypatch):
     made = []
-    monkeypatch.setattr(fleets, "ServedFleet", lambda models, aims, *more, **own: made.append(aims))
+    monkeypatch.setattr(
+        fleets, "ServedFleet", lambda models, config, *more, **own: made.append(config)
+    )
     monkeypatch.setattr(serve, "serve", lambda *_: asyncio.sleep(0))
 
     def ask(*flags):

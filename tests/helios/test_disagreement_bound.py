@@ -37,15 +37,15 @@ def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
     model = load_run(small_run)
     p, config = model.params, model.config
     whole = prepare(p, config)
-    auditor = AnswerVerifier(p, config)
+    whole_model = AnswerVerifier(p, config)
     text = model.tokenizer.encode("import os, def main(argv): return None\n").tolist()
     want = scoring.score(whole, config, text)
     for depth in range(1, config.n_exits + 2):
-        found = auditor.judge(prepare(p, config, depth), text[:11], text[11:])
+        found = whole_model.judge(prepare(p, config, depth), text[:11], text[11:])
         np.testing.assert_allclose(found.logprob, want.logprob[10:], atol=1e-5)
         np.testing.assert_array_equal(found.same, want.top[10:])
     with pytest.raises(ConfigError, match="must have at least one token"):
-        auditor.judge(whole, [], [1, 2])
+        whole_model.judge(whole, [], [1, 2])
 
 
 def test_an_answer_is_read_in_chunks_of_any_length(small_run):

@@ -240,7 +240,7 @@ def test_history_by_spans_of_time():
         begin=100.0,
         running=2,
         waiting=1,
-        held=0.5,
+        cache_use=0.5,
         tokens_per_s=4 / SECONDS,
         depth=7.5,
         exits={"3": 2, "12": 2},
