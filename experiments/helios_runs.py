@@ -336,10 +336,10 @@ class Judges:
             name: PartialModel(m.params, m.config, m.options, slots=1, depth=m.config.n_exits + 1)
             for name, m in everybody.items()
         }
-        self._auditors = {n: AnswerVerifier(p.host, p.config) for n, p in self._parts.items()}
+        self._verifiers = {n: AnswerVerifier(p.host, p.config) for n, p in self._parts.items()}
 
     def _judge(self, name, prompt, tokens):
-        return self._auditors[name].judge(self._parts[name].engine.weights, prompt, tokens)
+        return self._verifiers[name].judge(self._parts[name].engine.weights, prompt, tokens)
 
     def judge(self, answers: Sequence[TimedAnswer], texts) -> JudgedAnswers:
         same, own, other, counts = [], [], [], []

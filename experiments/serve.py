@@ -22,8 +22,9 @@ from typing import Any
 
 from absl import flags
 
-from eejax.common.errors import ConfigError, DataError
+from eejax.common.errors import ConfigError, DataError, require_one_of
 from eejax.experiments import field_flags, launch, prompt_files
+from eejax.gates.confidence import GATES
 from eejax.helios.choices import ControllerOptions
 from eejax.serving import fleets
 from eejax.serving.http import HttpOptions
@@ -41,6 +42,12 @@ _THRESHOLDS = flags.DEFINE_multi_string(
     [],
     "NAME=T or NAME=T,T,...: thresholds of a model's exits where a request names none. Default: 1; "
     "with --objective 0.8.",
+)
+_GATE = flags.DEFINE_multi_string(
+    "gate",
+    [],
+    "NAME=GATE: gate of a model's exits where a request names none, such as router for a model "
+    "with routers. Default: max_probability; not with --objective.",
 )
 _HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen at.")
 _PORT = flags.DEFINE_integer(
@@ -117,10 +124,20 @@ def main() -> None:
     for name, values in thresholds.items():
         if not all(0 <= t <= 1 for t in values):
             raise ConfigError(f"--thresholds = {name}={values}: must lie in [0, 1].")
-    if unknown := set(thresholds) - set(models):
-        raise ConfigError(f"--thresholds: names {sorted(unknown)}, which no --model does.")
-    make = engines if _OBJECTIVE.value is None else fleet
-    asyncio.run(serve(models, *make(models, thresholds), keys()))
+    gates = named("gate", "NAME=GATE", _GATE.value)
+    for name, gate in gates.items():
+        require_one_of(f"--gate: {name}", gate, GATES)
+    for flag, given in (("thresholds", thresholds), ("gate", gates)):
+        if unknown := set(given) - set(models):
+            raise ConfigError(f"--{flag}: names {sorted(unknown)}, which no --model does.")
+    if _OBJECTIVE.value is None:
+        made = engines(models, thresholds, gates)
+    elif gates:
+        allowed = "must be left out with --objective, which compares probabilities"
+        raise ConfigError(f"--gate = {_GATE.value[0]!r}: {allowed}.")
+    else:
+        made = fleet(models, thresholds)
+    asyncio.run(serve(models, *made, keys()))
 
 
 def named(flag: str, what: str, values: list[str]) -> dict[str, str]:
@@ -152,7 +169,9 @@ def keys() -> tuple[str, ...]:
     return found
 
 
-def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
+def engines(
+    models: dict[str, str], thresholds: dict[str, tuple], gates: dict[str, str]
+) -> tuple[dict, dict]:
     """Return two mappings by model name: builders of engines, and defaults of requests."""
     from eejax.serving.answers import ExitDefaults
 
@@ -163,14 +182,14 @@ def engines(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict,
     drafts = _DRAFTS["drafts"]
     builds = {name: _ENGINE(source=path, drafts=drafts, mesh=mesh) for name, path in models.items()}
     defaults = {
-        name: ExitDefaults(t[0] if len(t) == 1 else t, drafts=drafts)
+        name: ExitDefaults(t[0] if len(t) == 1 else t, gates.get(name, ExitDefaults().gate), drafts)
         for name, t in ({n: (1.0,) for n in models} | thresholds).items()
     }
     return builds, defaults
 
 
 def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, dict]:
-    """Return the mappings of `engines` for all models served as one."""
+    """Return the two mappings for all models served as one."""
     from eejax.helios.repository import Repository
     from eejax.serving.answers import ExitDefaults
 
@@ -187,7 +206,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
         for metric, value in limits.items()
     }
     with launch.flags_named(limit_flags()):
-        aims = _FLEET(objective=_OBJECTIVE.value, limits=limits, options=_CONTROLLER(**budget))
+        config = _FLEET(objective=_OBJECTIVE.value, limits=limits, options=_CONTROLLER(**budget))
     if "repository" in _FLEET.on_command_line():  # fail now, before models are measured
         if not _FLEET["repository"]:
             raise ConfigError("--repository = '': must name a file.")
@@ -202,7 +221,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
     prompts = prompt_files.texts("prompts", _PROMPTS.value) if _PROMPTS.value else ()
     given = {name: t[0] if len(t) == 1 else t for name, t in thresholds.items()}
     with _ENGINE.named():
-        build = fleets.ServedFleet(models, aims, given, tuple(prompts), **_ENGINE.values())
+        build = fleets.ServedFleet(models, config, given, tuple(prompts), **_ENGINE.values())
     return {AUTO: build}, {AUTO: ExitDefaults()}
 
 
@@ -239,6 +258,7 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
 
     import uvicorn
 
+    from eejax.serving.answers import check_defaults
     from eejax.serving.app import app
     from eejax.serving.metrics import ServerMetrics
 
@@ -278,7 +298,8 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
                 what = launch.with_flag(service.failure, limit_flags())
                 raise ConfigError(what or f"--model = {of}: {error}") from error
             if not ready.chooses:
-                check_thresholds(name, ready.config, defaults[name].thresholds)
+                with launch.flags_named({}):
+                    check_defaults(name, ready.config, defaults[name])
             launch.say(
                 f"{name}: {ready.slots} slots of {ready.context} tokens, {ready.seconds:.0f} s"
             )
@@ -349,18 +370,6 @@ def bound(host: str, port: int):
     except OSError as error:
         message = f"--host = {host!r}, --port = {port}: cannot listen there ({error})."
         raise ConfigError(message) from error
-
-
-def check_thresholds(name: str, config, thresholds) -> None:
-    from eejax.inference.policy import ExitPolicy
-
-    try:
-        ExitPolicy.make(config, 1, thresholds)
-    except ConfigError as error:
-        raise ConfigError(
-            f"--thresholds = {name}={thresholds}: must be one number, or one for each of the "
-            f"model's {config.n_exits} early exits."
-        ) from error
 
 
 if __name__ == "__main__":

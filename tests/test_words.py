@@ -32,6 +32,8 @@ REPLACED = {
     "Traveller": "InFlightToken",
     "Wish": "SegmentDemand",
     "Wishes": "GenerationRequest",
+    "aims": "config",
+    "auditor": "verifier",
     "by_first": "broadcast_from_process_zero",
     "max_depth": "num_segments",
     "min_depth": "min_exit_layer",

@@ -9,7 +9,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from eejax.analysis.plots import ACCENT, HUES, INK, MARKERS, STYLE, figure_of
+from eejax.analysis.plots import ACCENT, COLORS, INK, MARKERS, STYLE, figure_of
 
 BOUNDS = (0.9, 0.95, 0.98)
 
@@ -28,10 +28,10 @@ def convergence_by_depth(
         figure = figure_of(10.0, 4.0)
         left, right = figure.subplots(1, 2)
         low, middle, high = np.quantile(cosine, (0.1, 0.5, 0.9), axis=1)
-        left.fill_between(boundaries, low, high, color=HUES[0], alpha=0.2, label="80 % of tokens")
-        left.plot(boundaries, middle, color=HUES[0], marker=MARKERS[0], label="median")
+        left.fill_between(boundaries, low, high, color=COLORS[0], alpha=0.2, label="80 % of tokens")
+        left.plot(boundaries, middle, color=COLORS[0], marker=MARKERS[0], label="median")
         left.set(title="Cosine to the last layer's state", xlabel="layers", ylabel="cosine")
-        for bound, color, marker in zip(BOUNDS, HUES[2:], MARKERS[1:], strict=False):
+        for bound, color, marker in zip(BOUNDS, COLORS[2:], MARKERS[1:], strict=False):
             share = (cosine >= bound).mean(1)
             right.plot(boundaries, share, color=color, marker=marker, label=f"cosine ≥ {bound}")
         right.plot(boundaries, agree.mean(1), color=ACCENT, marker="*", label="same token")

@@ -14,19 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
-from eejax.analysis.plots import STYLE, figure_of
+from eejax.analysis.plots import COLORS, STYLE, figure_of
 
-# Colors that color-blind readers can tell apart (after Okabe and Ito); then dashes, and so on.
-COLORS = (
-    "#0072b2",
-    "#d55e00",
-    "#009e73",
-    "#cc79a7",
-    "#1f2933",
-    "#e69f00",
-    "#56b4e9",
-    "#8c6d31",
-)
+# After all colors come dashes.
 DASHES = ("-", "--", ":", "-.")
 NICE = (1, 2, 2.5, 5, 10)  # steps between ticks
 LONGEST = 48  # letters of a name in a legend

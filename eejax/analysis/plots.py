@@ -18,7 +18,8 @@ if TYPE_CHECKING:  # older versions of matplotlib lack it
 FINAL = "final"
 INK, ACCENT, GRID = "#1f2933", "#d1495b", "#d9dee4"
 # Colors and markers of curves side by side; markers also differ in black and white.
-HUES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", INK)
+# Color-blind readers can tell the colors apart (after Okabe and Ito).
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", INK, "#e69f00", "#56b4e9", "#8c6d31")
 MARKERS = ("o", "s", "^", "v", "D", "x")
 STYLE: dict[RcKeyType, Any] = {
     "font.size": 10,
@@ -226,7 +227,7 @@ def frontiers(
                     [p[key] for p in points],
                     label=name,
                     ms=4,
-                    color=HUES[i % len(HUES)],
+                    color=COLORS[i % len(COLORS)],
                     marker=MARKERS[i % len(MARKERS)],
                 )
             axes.set(xlabel=xlabel)

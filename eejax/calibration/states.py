@@ -146,8 +146,8 @@ def _held(max_positions: int, config: ModelConfig, folder: str | os.PathLike | N
         try:
             return int(json.loads(file.read_text(encoding="utf-8"))["most"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            told = f"{file}: cannot be read ({error!r}): remove {folder}."
-            raise CheckpointError(told) from error
+            message = f"{file}: cannot be read ({error!r}): remove {folder}."
+            raise CheckpointError(message) from error
     max_positions = min(max_positions, max_positions_in_memory(config))
     if file is not None:
         write_text(file, json.dumps({"most": max_positions}) + "\n")

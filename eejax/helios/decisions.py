@@ -159,7 +159,7 @@ def give_up(state: ControllerState, time: float, model: str, why: str) -> Transi
     """Stop evaluating and serving a model, if there is another one."""
     if len(state.failing | {model}) == len(state.rules.profiles):
         return Transition(state)
-    warning = f"{model!r} is served no more: {why}"
+    warning = f"{model!r} is no longer served: {why}"
     current = state.current
     state = state.replaced(
         failing=state.failing | {model},

@@ -57,8 +57,8 @@ class Dispatcher(Generic[Pending]):
         profiles: Mapping[str, ModelProfile],
         *,
         share: float,
-        seed: int,
         clock: Callable[[], float],
+        seed: int = 0,
         reference: ReferenceJudge | None = None,
     ):
         """Start with nothing loaded.
@@ -66,6 +66,8 @@ class Dispatcher(Generic[Pending]):
         Args:
           profiles: profiles by model.
           share: share of the answers that are audited.
+          clock: returns seconds.
+          seed: seed of the choice of these answers.
           reference: the model that judges all answers; None if each model judges its own.
         """
         self.controller, self.pool = controller, pool
@@ -81,9 +83,11 @@ class Dispatcher(Generic[Pending]):
         self._next: Assignment | None = None  # where the first request of the queue goes
         self._too_deep: dict[str, int] = {}  # by model, a depth for which there was no room
         self._sampled, self._share = np.random.default_rng(seed), share
-        self._audited, self._since = 0.0, clock()  # seconds of audits, and when counting began
+        # Seconds of audits outside of evaluations, and the time when counting began.
+        self._audited, self._since = 0.0, clock()
 
     def wait(self, job: FleetRequest) -> None:
+        """Queue a request by its order."""
         bisect.insort(self.queue, job, key=lambda job: job.order)
 
     def reconcile(self) -> None:
@@ -271,7 +275,6 @@ class Dispatcher(Generic[Pending]):
                     depth=self.pool.parts[job.model].depth,
                     tokens=len(job.exits),
                     ttft=job.heard - job.came,
-                    seconds=self._clock() - job.came,
                     perplexity=perplexity,
                     marks=marks(new),
                 )
@@ -356,11 +359,12 @@ class Dispatcher(Generic[Pending]):
         try:
             verdict = self.pool.judge(job)
         except (RuntimeError, MemoryError) as error:  # the device may have no room for it
-            warnings.warn(f"an answer of {model!r} is not looked at again: {error}", stacklevel=2)
+            warnings.warn(f"an answer of {model!r} was not audited: {error}", stacklevel=2)
             if job.evaluated:
                 self.controller.answered(model, job.telemetry, job.exits)
             return
-        self._audited += self._clock() - begin
+        if not job.evaluated:
+            self._audited += self._clock() - begin
         quality, perplexity = self._on_judged(model, verdict)
         if job.evaluated:
             telemetry = dataclasses.replace(job.telemetry, accuracy=quality, perplexity=perplexity)

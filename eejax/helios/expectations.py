@@ -138,10 +138,13 @@ class Expectations(FrozenMappings):
     ) -> tuple[float, ...]:
         """Return shares as they would be with all exits.
 
+        Those of a model whose shares were not known are spread evenly over the deeper exits.
+
         Args:
           shares: shares with `depth` exits.
           above: share of tokens that left by the last of them below its threshold.
         """
         above = min(above, shares[depth - 1])
         loaded = [*shares[: depth - 1], shares[depth - 1] - above]
-        return (*loaded, *self.above(model, depth, above))
+        known = self if model in self.shares else self.with_shares(model, (0.0,) * len(shares))
+        return (*loaded, *known.above(model, depth, above))

@@ -52,7 +52,6 @@ class Fleet(StepLoop):
         context: int | None = None,
         steps: int = STEPS_PER_CALL,
         audits: float = 0.1,
-        seed: int = 0,
         meter: EnergyMeter | None = None,
         reference: ReferenceJudge | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -112,7 +111,6 @@ class Fleet(StepLoop):
             self.pool,
             profiles,
             share=audits,
-            seed=seed,
             clock=clock,
             reference=reference,
         )

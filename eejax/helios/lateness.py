@@ -7,9 +7,9 @@ tokens at its own rate.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
+from eejax.common.ranks import nearest_rank
 from eejax.helios.choices import FrozenMappings, ModelDepth
 from eejax.helios.objectives import Telemetry
 
@@ -44,7 +44,7 @@ class LatenessModel(FrozenMappings):
         found = self.replaced(choice=choice, waits=waits)
         if len(waits) < MIN_WAITS:
             return found
-        late = sorted(waits)[math.ceil(0.99 * len(waits)) - 1]
+        late = nearest_rank(waits, 0.99)
         tokens = max(late - telemetry.ttft, 0.0) * telemetry.throughput
         return found.replaced(ahead={**self.ahead, choice: tokens}, last=choice)
 

@@ -24,11 +24,11 @@ from eejax.common.progress import LOG
 from eejax.common.trees import Tree, path_name
 from eejax.data.tokenizers import Tokenizer
 from eejax.helios.choices import ModelProfile
+from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.pool import FleetMember
 from eejax.helios.profiles import measure, written
 from eejax.helios.quality import BenchmarkScore, JudgedAnswer, QualitySource, with_verdicts
 from eejax.helios.repository import (
-    MeasurementConditions,
     Repository,
     RepositoryLockedError,
     StoredEvaluation,
@@ -164,7 +164,7 @@ def measured(
             for depth, texts_of in own.items():
                 agreement = 1.0 if depth == profile.exits else profile.agrees[depth - 1]
                 answers += [
-                    JudgedAnswer(agreement, reference.auditor.judge(None, prompt, ids))
+                    JudgedAnswer(agreement, reference.verifier.judge(None, prompt, ids))
                     for prompt, ids in texts_of
                 ]
             judged = with_verdicts(profile, answers)

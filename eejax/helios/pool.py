@@ -280,7 +280,7 @@ class FleetPool:
                 self._verifiers[name] = AnswerVerifier(part.host, part.config)
             verifier = self._verifiers[name]
         else:
-            name, verifier = self._reference.name, self._reference.auditor
+            name, verifier = self._reference.name, self._reference.verifier
             part = None if name is None else self.parts.get(name)
         # Weights on their way have their room, but every transfer after them would wait for them.
         loaded = None if part is None else part.weights

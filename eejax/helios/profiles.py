@@ -63,7 +63,7 @@ def measure(
             jax.block_until_ready(part.scheduler.state)  # ends the last steps
             begin = clock()
             part.grow(depth)
-            jax.block_until_ready(part._coming)
+            jax.block_until_ready(part.weights)
             loaded = clock() - begin
             held = part.scheduler.num_cached_tokens
             jax.block_until_ready(part.scheduler.state)

@@ -101,6 +101,7 @@ def is_calm(state: ControllerState, choice: ModelDepth, shares: Sequence[float])
 
 
 def device_of(state: ControllerState) -> DeviceState:
+    """Return the part of the state that the cost of a change depends on."""
     budget = state.rules.options.budget
     return DeviceState(state.depths, state.num_cached_tokens, state.current, budget)
 

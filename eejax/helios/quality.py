@@ -173,6 +173,7 @@ def _common_metric(
 
 
 def curve(points: Mapping[float, float]) -> tuple[tuple[float, float], ...]:
+    """Return points as pairs in ascending order."""
     return tuple(sorted(points.items()))
 
 

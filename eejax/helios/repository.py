@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.helios.choices import ModelProfile
+from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.objectives import METRICS, ServiceObjective, Telemetry
 from eejax.helios.quality import BenchmarkScore
 from eejax.helios.stored_rows import check_rows, profile_of
@@ -48,52 +49,6 @@ create table if not exists score (
     value real not null, primary key (model, layers, task, metric)
 );
 """
-
-
-class MeasurementConditions(NamedTuple):
-    """Conditions of a measurement. A change of any of them makes it stale.
-
-    Attributes:
-      model: digest of its parameters and configuration.
-      device: kind of the accelerator, or of the processor with its number of cores.
-      jax, eejax: versions.
-      serving: the settings that matter, as JSON: slots, context, exits' rules, texts, quality; for
-        evaluations, also what their quality is compared with (`judged_by`).
-    """
-
-    model: str
-    device: str
-    jax: str
-    eejax: str
-    serving: str
-
-    @property
-    def key(self) -> str:
-        return json.dumps(self._asdict(), sort_keys=True)
-
-    def judged_by(self, **settings: Any) -> MeasurementConditions:
-        """Return the conditions of evaluations, whose quality depends on more settings than a
-        profile's."""
-        serving = json.loads(self.serving) | settings
-        return self._replace(serving=json.dumps(serving, sort_keys=True))
-
-    def differs(self, key: str) -> str:
-        """Describe what changed since a measurement under the conditions of a key."""
-        if not key:
-            return "conditions, which were not stored"
-        before, now = json.loads(key), self._asdict()
-        parts = []
-        for name, value in now.items():
-            if value == before.get(name):
-                continue
-            if name == "serving":
-                old, new = json.loads(before[name]), json.loads(value)
-                parts += sorted(k for k in {*old, *new} if old.get(k) != new.get(k))
-            elif name == "model":
-                parts.append("its parameters")
-            else:
-                parts.append(f"{name} ({before.get(name)}, now {value})")
-        return ", ".join(parts)
 
 
 class StoredEvaluation(NamedTuple):
@@ -226,6 +181,7 @@ class Repository:
         return [*measured, *(m for m in models if not known[m])][:k]
 
     def add(self, row: StoredEvaluation) -> None:
+        """Add an evaluation, made under the present conditions of its model."""
         metrics = (getattr(row.telemetry, m) for m in METRICS)
         conditions = self._judged(row.model)
         key = "" if conditions is None else conditions.key
@@ -306,12 +262,13 @@ class Repository:
             db.executemany("insert or replace into score values (?, ?, ?, ?, ?)", scores)
 
     def models(self) -> list[str]:
-        """Names of the models that were evaluated."""
+        """Return the names of the models that were evaluated."""
         with self._using("be read"):
             rows = self._connection.execute("select distinct model from history order by model")
             return [model for (model,) in rows]
 
     def scores(self) -> list[BenchmarkScore]:
+        """Return all benchmark scores."""
         with self._using("be read"):
             rows = self._connection.execute("select * from score order by model, layers, task")
             return [BenchmarkScore(*row) for row in rows]
@@ -347,6 +304,7 @@ REBUILD = "eejax repository --repository={} --rebuild"
 
 
 def date(time: float) -> str:
+    """Return a time in seconds since 1970 as a local date with minutes."""
     return datetime.datetime.fromtimestamp(time).isoformat(" ", "minutes")
 
 

@@ -10,16 +10,10 @@ from typing import Any
 
 from eejax.common.errors import require, require_count
 from eejax.helios.choices import STRICTEST, ModelProfile
+from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.objectives import METRICS, Telemetry
 from eejax.helios.quality import BenchmarkScore, check_score
 
-CONDITIONS = (
-    "model",
-    "device",
-    "jax",
-    "eejax",
-    "serving",
-)  # fields of `repository.MeasurementConditions`
 # Errors that a bad value of a row may raise while it is read.
 BAD = (ValueError, TypeError, AttributeError, LookupError, OverflowError, OSError, RecursionError)
 
@@ -38,11 +32,11 @@ def check_rows(db: sqlite3.Connection) -> None:
     for number, *row in _rows(db, "history", _HISTORY):
         with _Named("history", number):
             _check_evaluation(row, exits)
-    for number, model, depth, *told in _rows(db, "benchmark", f"model, depth, {_METRICS}"):
+    for number, model, depth, *metrics in _rows(db, "benchmark", f"model, depth, {_METRICS}"):
         with _Named("benchmark", number):
             _check_text("model", model)
             require_count("depth", depth)
-            Telemetry(*told)
+            Telemetry(*metrics)
     for number, *row in _rows(db, "score", ", ".join(BenchmarkScore._fields)):
         with _Named("score", number):
             check_score(BenchmarkScore(*row))
@@ -74,7 +68,7 @@ class _Named:
 
 
 def _check_evaluation(row: list[Any], exits: dict[str, int]) -> None:
-    time, model, conditions, depth, prompts, tokens, text, counted, strictness, *told = row
+    time, model, conditions, depth, prompts, tokens, text, counted, strictness, *metrics = row
     _check_time(time)
     _check_text("model", model)
     _check_text("counted", counted)
@@ -87,7 +81,7 @@ def _check_evaluation(row: list[Any], exits: dict[str, int]) -> None:
     require(good, "exits", text, "must be a list of whole numbers from 0 on")
     require(sum(counts) == tokens, "exits", text, f"must be {tokens} tokens together")
     require(depth <= len(counts), "depth", depth, f"must be at most {len(counts)}, the exits")
-    Telemetry(*told)
+    Telemetry(*metrics)
     if conditions:
         digest = _conditions_of(conditions)["model"]
         require_equal_exits(len(counts), exits.get(digest, len(counts)))
@@ -111,10 +105,10 @@ def profile_of(text: str) -> ModelProfile:
 
 
 def _conditions_of(text: str) -> dict[str, str]:
-    found = json.loads(text)
-    good = isinstance(found, dict) and {*found} == {*CONDITIONS}
+    found, fields = json.loads(text), MeasurementConditions._fields
+    good = isinstance(found, dict) and {*found} == {*fields}
     good = good and all(isinstance(value, str) for value in found.values())
-    require(good, "conditions", text, f"must be an object with the texts {', '.join(CONDITIONS)}")
+    require(good, "conditions", text, f"must be an object with the texts {', '.join(fields)}")
     serving = json.loads(found["serving"])
     require(isinstance(serving, dict), "conditions.serving", serving, "must be an object")
     return found

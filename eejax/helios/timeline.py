@@ -44,7 +44,6 @@ class TimelinePoint(NamedTuple):
       model, depth: the model of its last tokens, and the number of its loaded exits.
       tokens: number of tokens.
       ttft: seconds from the request's arrival to its first token.
-      seconds: seconds from then to its end.
       perplexity: exp(-mean log-probability) of its tokens under the model that emitted them, at
         their exits; None if unknown.
       marks: marks of the decisions since the previous answer.
@@ -55,7 +54,6 @@ class TimelinePoint(NamedTuple):
     depth: int
     tokens: int
     ttft: float
-    seconds: float
     perplexity: float | None
     marks: tuple[DecisionMark, ...] = ()
 

@@ -10,6 +10,7 @@ every decision can be replayed from the events before it.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -69,6 +70,8 @@ def model_loaded(state: ControllerState, time: float, choice: ModelDepth) -> Tra
 
 def depth_limited(state: ControllerState, time: float, choice: ModelDepth) -> Transition:
     """Limit the wanted model to a depth, because no more of it can be loaded."""
+    if state.plan and state.plan[0].model == choice.model:
+        state = state.with_first(dataclasses.replace(state.plan[0], choice=choice))
     return Transition(state.replaced(wanted=choice))
 
 

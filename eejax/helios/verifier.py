@@ -7,7 +7,6 @@ and freed again, so an audit needs room for one layer (`capacity.audit_bytes`).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,13 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from eejax.common.errors import require
-from eejax.common.trees import Tree, map_chunks
+from eejax.common.trees import Tree
 from eejax.helios.disagreement_bound import AnswerAudit
 from eejax.helios.quality import agreement_of, relative_to
 from eejax.inference import scoring
 from eejax.inference.deepening import on_host
-from eejax.inference.policy import log_probability
-from eejax.inference.sampling import argmax
 from eejax.inference.segment import SegmentRunner
 from eejax.inference.weights import Weights, unlayered_params
 from eejax.models import layers, transformer
@@ -93,7 +90,7 @@ class ReferenceJudge:
         self, host: Tree, config: ModelConfig, name: str | None = None, least: float | None = None
     ):
         self.host, self.config = host, config
-        self.auditor = AnswerVerifier(host, config)
+        self.verifier = AnswerVerifier(host, config)
         self.name, self.least = name, least
 
     def quality(self, verdict: AnswerAudit) -> float:
@@ -126,11 +123,5 @@ def _through(layer, x, *, config, window, rope):
 @partial(jax.jit, static_argnames="config")
 def _read(params, x, tokens, *, config):
     runner = SegmentRunner(Weights((), params), config)
-    labels = jnp.append(tokens[0, 1:], 0)
-
-    def one(rows):
-        h, label = rows
-        logits = runner.reader(config.n_exits, h).logits()
-        return log_probability(logits, label), argmax(logits) == label
-
-    return map_chunks(one, (x[0], labels), math.gcd(scoring.CHUNK, len(labels)))
+    scores = scoring.score_states(runner, config.n_exits, x[0], tokens[0])
+    return scores.logprob, scores.top

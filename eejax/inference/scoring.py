@@ -96,10 +96,29 @@ def _pass(weights, tokens, *, config, e, top_logprobs) -> TextScores:
     for i in range(e + 1):
         x, h, _, _ = runner.run(i, x, start, cache.segments[i], cache.blocks[i])
 
+    return score_states(runner, e, h[0], tokens[0], top_logprobs)
+
+
+def score_states(
+    runner: SegmentRunner, e: int, h: jax.Array, tokens: jax.Array, top_logprobs: bool = False
+) -> TextScores:
+    """Score the tokens of a text from the states of an exit.
+
+    Args:
+      runner: runner of the model.
+      e: number of the exit.
+      h: [t, d] states of the exit.
+      tokens: [t] the text.
+      top_logprobs: whether the most likely tokens are requested.
+
+    Returns:
+      Scores of all rows, [t]; the last row has no token to score, and its scores mean nothing.
+    """
+
     def one(rows):
         h, label = rows
         logits = runner.reader(e, h).logits()
         top = compute_top_logprobs(logits) if top_logprobs else None
         return TextScores(log_probability(logits, label), argmax(logits) == label, top)
 
-    return map_chunks(one, (h[0], jnp.append(tokens[0, 1:], 0)), CHUNK)
+    return map_chunks(one, (h, jnp.append(tokens[1:], 0)), CHUNK)

@@ -35,6 +35,7 @@ from eejax.inference import ExitPolicy, Generator
 from eejax.inference.policy import ExitRules
 from eejax.inference.state import power_of_two
 from eejax.losses.cross_entropy import IGNORE
+from eejax.serving.text import find_stop_string
 
 MIN_LENGTH = 16  # texts are padded to a power of two, at least this
 MAX_PASSES = 2  # remembered passes: one over texts with a continuation, one over whole texts
@@ -284,8 +285,8 @@ class EarlyExitLM(TemplateLM):
             full = sum(len(read) == self.max_length for _, read, _ in pieces)
             if full:
                 logging.warning(
-                    "%d of %d texts fill the %d tokens that are read at a time: of what was longer "
-                    "the beginning is not seen",
+                    "%d of %d texts fill the %d tokens that are read at a time: longer "
+                    "texts lose their beginning",
                     full,
                     len(pieces),
                     self.max_length,
@@ -310,9 +311,9 @@ class EarlyExitLM(TemplateLM):
             shape = (self.batch_size, min(width, self.config.context_length))
             tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
             units = np.zeros(self.batch_size, np.int64)
-            for row, (unit, read, told) in enumerate(rows):
+            for row, (unit, read, scored) in enumerate(rows):
                 tokens[row, : len(read)] = read
-                labels[row, len(read) - len(told) : len(read)] = told
+                labels[row, len(read) - len(scored) : len(read)] = scored
                 units[row] = unit
             yield {"tokens": tokens, "labels": labels, "units": units}
 
@@ -393,8 +394,7 @@ class EarlyExitLM(TemplateLM):
             # A token that ends a text is not part of it, even if it has a text form.
             ids = [t for t in result.ids(row) if t not in tokenizer.end_ids]
             text = text_behind(tokenizer.decode, result.prompts[row], ids)
-            ends = [at for stop in settings["stop_strings"] if (at := text.find(stop)) >= 0]
-            texts.append(text[: min(ends, default=len(text))])
+            texts.append(text[: find_stop_string(text, settings["stop_strings"])])
         return texts
 
     def _count(self, layers: np.ndarray) -> None:

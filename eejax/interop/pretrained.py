@@ -192,9 +192,11 @@ def generate(
     Args:
       prompt: text, in which names of special tokens are plain text; or token ids, such as those of
         `model.tokenizer.encode(text, allow_special=True)`, which turns names into special tokens.
+      max_new_tokens: maximum number of tokens to generate.
       agreement: for a calibrated model, the share of tokens that should be the full model's; the
         thresholds of its routers follow from it. Instead of it, `options` may give gate and
         threshold. With neither, no token leaves early.
+      engine: name of an engine, or options of one.
       options: as `Generator.stream` takes them.
 
     Raises:
@@ -228,7 +230,7 @@ def generator_of(model: LanguageModel, engine: EngineOptions | str) -> Generator
 def _threshold(model: LanguageModel, agreement: float) -> tuple[float, ...]:
     if model.calibration is None:
         raise ConfigError(
-            f"agreement = {agreement!r}: is known of what calibrate() returns alone, and not of a "
-            "model that was saved: give gate and threshold."
+            f"agreement = {agreement!r}: requires a model that calibrate() returned in this "
+            "process, because saved models do not keep it: give gate and threshold."
         )
     return model.calibration.thresholds(model.calibration.point(agreement))

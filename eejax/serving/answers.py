@@ -11,10 +11,11 @@ from typing import NamedTuple, TypeVar
 from eejax.common.errors import ConfigError, require
 from eejax.helios.report import CHOOSES
 from eejax.inference.logits_params import LogitsParams
-from eejax.inference.policy import ExitPolicy
+from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.request import EngineRequest, FinishReason, Token
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import MAX_STOP_TOKENS
+from eejax.models.config import ModelConfig
 from eejax.serving.messages import EngineReady
 from eejax.serving.metrics import ChoiceMetrics
 from eejax.serving.protocol import GenerationRequest
@@ -27,7 +28,6 @@ FIELDS = dict(
     presence="presence_penalty",
     frequency="frequency_penalty",
     repetition="repetition_penalty",
-    least="min_tokens",
     biases="logit_bias",
     top_logprobs="logprobs",
     threshold="thresholds",
@@ -40,11 +40,41 @@ LEAVING = ("engine", "gate", "thresholds", "exits", "min_layers")
 
 
 class ExitDefaults(NamedTuple):
-    """Exit rules of requests that give none."""
+    """Exit rules of a model's requests that give none.
+
+    Attributes:
+      thresholds: one number, or one for each early exit.
+      gate: name of the gate.
+      drafts: maximum tokens of a request that are drafted past an undecided one.
+    """
 
     thresholds: float | tuple[float, ...] = 1.0
     gate: str = "max_probability"
     drafts: int = 0
+
+
+def check_defaults(name: str, config: ModelConfig, defaults: ExitDefaults) -> None:
+    """Check that a model has the thresholds and the gate of its defaults.
+
+    Args:
+      name: name of the model, for errors.
+      config: configuration of the model.
+      defaults: exit rules of its requests.
+
+    Raises:
+      ConfigError: names the setting, the model, and what is allowed.
+    """
+    try:
+        ExitPolicy.make(config, 1, defaults.thresholds)
+    except ConfigError as error:
+        allowed = (
+            f"must be one number in [0, 1], or one for each of its {config.n_exits} early exits"
+        )
+        raise ConfigError(f"thresholds of {name!r} = {defaults.thresholds}: {allowed}.") from error
+    gates = available_gates(config)
+    fix = "`eejax calibrate` trains routers." if defaults.gate == "router" else ""
+    allowed = f"must be one of {', '.join(map(repr, gates))}"
+    require(defaults.gate in gates, f"gate of {name!r}", defaults.gate, allowed, fix)
 
 
 class ChoiceDelta(NamedTuple):

@@ -21,7 +21,7 @@ from eejax.inference.request import EngineRequest, FinishReason, Token
 from eejax.inference.scoring import TextScores
 from eejax.serving import protocol as form
 from eejax.serving.answers import ChoiceDelta
-from eejax.serving.http import APIError, ModelServer, finish_reason, usage
+from eejax.serving.http import APIError, ModelServer, finish_reason, not_finite, remaining, usage
 from eejax.serving.messages import EngineReady
 from eejax.serving.text import TokenOffsets
 
@@ -51,6 +51,7 @@ def encode(
 
 
 def check_tokens(ready: EngineReady, tokens: Sequence[int], param: str) -> None:
+    """Raise `APIError`, naming the field `param`, for a token that the model does not have."""
     most = ready.config.vocab_size
     bad = next((t for t in tokens if t >= most), None)
     if bad is not None:
@@ -107,6 +108,7 @@ class ResponseBuilder(abc.ABC):
         """Return one choice of a chunk."""
 
     async def chunks(self) -> AsyncGenerator[dict, None]:
+        """Yield the chunks of a streamed response."""
         head = self.head | dict(object=self.kind_of_chunk)
         options = self.body.stream_options
         counted = options is not None and options.include_usage
@@ -120,6 +122,7 @@ class ResponseBuilder(abc.ABC):
             yield head | dict(choices=[], usage=usage(self.prompts, self.counts))
 
     def parts(self, piece: ChoiceDelta) -> list[dict]:
+        """Return the choices that report a delta, each in a chunk of its own."""
         return [self.part(piece)]
 
     async def gathered(self) -> list[tuple[str, list[Token], FinishReason]]:
@@ -141,6 +144,7 @@ class ResponseBuilder(abc.ABC):
         return dict(allow_special=self.server.options.allow_special)
 
     def exits(self, tokens: Sequence[Token]) -> dict:
+        """Return the field with the tokens' exits if the request wants it, else no field."""
         if not self.body.return_exits:
             return {}
 
@@ -168,7 +172,7 @@ class CompletionResponse(ResponseBuilder):
     def __init__(self, server: ModelServer, body: form.CompletionRequest):
         super().__init__(server, body)
         self.scores: list[TextScores | None] = []
-        self.begun: set[int] = set()  # choices that have sent text
+        self.started_choices: set[int] = set()  # choices that have sent text
         self.offsets: dict[int, TokenOffsets] = {}  # by choice
 
     @property
@@ -212,13 +216,12 @@ class CompletionResponse(ResponseBuilder):
         prompt, id_ = self.prompts[number], f"{self.response_id}-score-{number}"
         if not self.scores_prompts or len(prompt) < 2:
             return None
-        left = self.body.timeout
-        left = None if left is None else left - (time.monotonic() - self.begin)
+        left = remaining(self.body.timeout, self.begin)
         scores = await self.service.score(
             id_, prompt, top_logprobs=self.top_logprobs > 0, seconds=left
         )
         if not np.isfinite(scores.logprob).all():
-            finish_reason(FinishReason.ERROR)
+            raise not_finite()
         return scores
 
     def pieces(self) -> AsyncGenerator[ChoiceDelta, None]:
@@ -241,8 +244,8 @@ class CompletionResponse(ResponseBuilder):
     def _choice(self, index, text, tokens, finish) -> dict:
         number = index // self.body.n
         prompt = self.prompts[number]
-        echoed = self.body.echo and index not in self.begun
-        self.begun.add(index)
+        echoed = self.body.echo and index not in self.started_choices
+        self.started_choices.add(index)
         shown = self._echoed(prompt, tokens) if echoed else ""
         choice: dict[str, Any] = dict(
             index=index,
@@ -315,7 +318,7 @@ class ChatResponse(ResponseBuilder):
 
     def __init__(self, server: ModelServer, body: form.ChatRequest):
         super().__init__(server, body)
-        self.begun: set[int] = set()
+        self.started_choices: set[int] = set()
 
     @property
     def limit(self) -> int | None:
@@ -345,8 +348,8 @@ class ChatResponse(ResponseBuilder):
 
     def parts(self, piece: ChoiceDelta) -> list[dict]:
         first = []
-        if piece.choice not in self.begun:
-            self.begun.add(piece.choice)
+        if piece.choice not in self.started_choices:
+            self.started_choices.add(piece.choice)
             delta = dict(role="assistant", content="")
             first = [dict(index=piece.choice, delta=delta, logprobs=None, finish_reason=None)]
         return [*first, self.part(piece)]

@@ -91,7 +91,7 @@ class ServedFleet:
 
     Attributes:
       sources: sources of models by their names, each as `ServedModel.source`.
-      aims: objective and options of the fleet.
+      config: objective and options of the fleet.
       thresholds: thresholds of models with others than `THRESHOLD`.
       prompts: texts like those to come, on which models are measured; by default what the largest
         model writes.
@@ -103,7 +103,7 @@ class ServedFleet:
     """
 
     sources: Mapping[str, str]
-    aims: FleetConfig = FleetConfig()
+    config: FleetConfig = FleetConfig()
     thresholds: Mapping[str, float | tuple[float, ...]] = dataclasses.field(default_factory=dict)
     prompts: tuple[str, ...] = ()
     tokenizer: str | None = None
@@ -123,7 +123,7 @@ class ServedFleet:
             name: load(source, tokenizer=self.tokenizer, dtype=self.dtype)
             for name, source in self.sources.items()
         }
-        source, judge = QualitySource.parse(self.aims.quality), None
+        source, judge = QualitySource.parse(self.config.quality), None
         if source.kind == "judge":
             (path,) = source.names
             found = load(path, tokenizer=self.tokenizer, dtype=self.dtype)
@@ -144,7 +144,7 @@ class ServedFleet:
         return built(
             members,
             first.tokenizer,
-            self.aims,
+            self.config,
             slots=self.slots,
             context=self.context,
             prompts=self.prompts,
@@ -193,7 +193,7 @@ def template_of(opened: Mapping[str, LanguageModel]) -> TemplateSource | None:
 def built(
     members: Mapping[str, FleetMember],
     tokenizer: Tokenizer,
-    aims: FleetConfig,
+    config: FleetConfig,
     *,
     slots: int,
     context: int | None = None,
@@ -207,10 +207,10 @@ def built(
     same conditions. `judge` is the model that judges their answers, where the quality is a judge's.
     """
     members = {name: member.ready() for name, member in members.items()}
-    source = QualitySource.parse(aims.quality)
+    source = QualitySource.parse(config.quality)
     configs = [member.config for member in members.values()]
     readers = configs if judge is None else [*configs, judge.config]  # the judge reads answers
-    most = min(config.context_length for config in readers)
+    most = min(reader.context_length for reader in readers)
     context = most if context is None else context
     require(
         MIN_CONTEXT <= context <= most,
@@ -219,19 +219,19 @@ def built(
         f"must be in {MIN_CONTEXT}..{most}, for all models",
     )
     counts = meter()
-    if counts is None and ("energy" in aims.limits or aims.objective == "energy"):
+    if counts is None and ("energy" in config.limits or config.objective == "energy"):
         log.info(
             "nothing counts joules here, neither NVML nor RAPL: operations of the layers and heads "
             "are counted instead"
         )
         require(
-            "energy" not in aims.limits,
+            "energy" not in config.limits,
             "limits.energy",
-            aims.limits.get("energy"),
+            config.limits.get("energy"),
             "must be left out where nothing counts joules, as operations are another unit",
             "Limit something else, or let this process read NVML or RAPL.",
         )
-    budget = aims.options.budget
+    budget = config.options.budget
     reference = reference_of(members, source, judge)
 
     def beside(name: str) -> Callable[[int], int]:
@@ -251,17 +251,19 @@ def built(
         for name in largest_first
     }
     setup = MeasurementSetup(members, by_depth, context, tokenizer, tuple(prompts), reference)
-    repository = kept(aims.repository)
+    repository = kept(config.repository)
     profiles = measured(setup, repository, source, "operations" if counts is None else counts.name)
     scores = []
     if source.kind == "benchmark":
         scores = repository.scores()
         boundaries = {name: member.config.exit_boundaries for name, member in members.items()}
         profiles = with_benchmarks(profiles, boundaries, scores, source.names)
-        perplexity = aims.limits.get("perplexity") or aims.objective == "perplexity"
+        perplexity = config.limits.get("perplexity") or config.objective == "perplexity"
         known = any(p.perplexity != ((1.0, 1.0),) for p in profiles.values())
         allowed = "must have a score of perplexity, of a task that all models were scored on"
-        require(known or not perplexity, "quality", aims.quality, allowed, "Or take best or judge.")
+        require(
+            known or not perplexity, "quality", config.quality, allowed, "Or take best or judge."
+        )
     elif source.kind == "judge":
         assert reference is not None  # `built` loads a judge's reference
         profiles, reference.least = with_ratios(profiles)
@@ -270,7 +272,7 @@ def built(
     for name, profile in profiles.items():
         whole = profile.benchmark()[profile.exits]
         more = "" if whole.perplexity == 1 else f", perplexity {whole.perplexity:.2f}"
-        log.info("%s: quality %.3f (%s)%s", name, whole.accuracy, aims.quality, more)
+        log.info("%s: quality %.3f (%s)%s", name, whole.accuracy, config.quality, more)
 
     def fleet(steps: int) -> Fleet:
         for i, (name, member) in enumerate(members.items(), 1):
@@ -278,12 +280,12 @@ def built(
             warm_up(member, slots=by_depth[name], context=context, steps=steps, name=at)
         if judge is not None and reference is not None:
             for length in audited_lengths(context):
-                reference.auditor.judge(None, [0], [0] * (length - 1))
+                reference.verifier.judge(None, [0], [0] * (length - 1))
         controller = Controller(
             profiles,
-            ServiceObjective.of(aims.objective, **aims.limits),
+            ServiceObjective.of(config.objective, **config.limits),
             repository,
-            aims.options,
+            config.options,
             known=known,
             clock=time.time,
         )
@@ -294,13 +296,13 @@ def built(
             context=context,
             steps=steps,
             meter=counts,
-            audits=aims.audits,
+            audits=config.audits,
             reference=reference,
         )
         made.step()  # load a model before the first request
         return made
 
-    deepest = max(configs, key=lambda config: config.n_layers)
+    deepest = max(configs, key=lambda one: one.n_layers)
     return BuiltEngine(None, deepest, tokenizer, template, fleet)
 
 
@@ -368,7 +370,7 @@ def warm_up(
     """
     config, n = member.config, member.config.n_exits + 1
     host = on_host(member.params, config)
-    auditor = AnswerVerifier(host, config)
+    verifier = AnswerVerifier(host, config)
     lengths = audited_lengths(context)
 
     def make(depth):
@@ -380,7 +382,7 @@ def warm_up(
         part = make(depth)
         joined(part.scheduler, slots[depth - 1])
         for length in lengths:
-            auditor.judge(part.engine.weights, [0], [0] * (length - 1))
+            verifier.judge(part.engine.weights, [0], [0] * (length - 1))
         # A growing model already has the slots of the deeper depth. It may then be asked to grow
         # further, or not at all.
         counts = sorted({*slots[depth - 1 :]}, reverse=True)

@@ -7,6 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from eejax.common.ranks import nearest_rank
 from eejax.helios.choices import Decision
 from eejax.helios.report import FleetReport
 from eejax.helios.timeline import AnswerTimeline
@@ -108,7 +109,7 @@ def summary(span: HistorySpan) -> dict:
         begin=span.number * SECONDS,
         running=span.running,
         waiting=span.waiting,
-        held=span.slot_use,
+        cache_use=span.slot_use,
         tokens_per_s=count / SECONDS,
         depth=depth,
         exits=ordered(span.layers),
@@ -125,10 +126,4 @@ def ordered(counts: Mapping[int, int]) -> dict[str, int]:
 
 def percentiles(values: Sequence[float]) -> tuple[float, float] | None:
     """Return (median, 99th percentile) by nearest rank."""
-    if not values:
-        return None
-
-    def rank(share):
-        return sorted(values)[min(len(values) - 1, int(share * len(values)))]
-
-    return rank(0.5), rank(0.99)
+    return (nearest_rank(values, 0.5), nearest_rank(values, 0.99)) if values else None

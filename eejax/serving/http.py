@@ -148,6 +148,7 @@ class ModelServer:
     """Models by name, and their responses.
 
     Attributes:
+      created: Unix time of the server's start in seconds.
       under_way: number of requests that are being answered.
       draining: whether new requests are refused.
     """
@@ -156,13 +157,14 @@ class ModelServer:
         self, services: Mapping[str, Service], options: HttpOptions, metrics: ServerMetrics
     ):
         self.services, self.options, self.metrics = dict(services), options, metrics
-        self.begun = int(time.time())
+        self.created = int(time.time())
         self.under_way, self.draining = 0, False
         self._templates: dict[str, ChatTemplate | None] = {}
         self._changed = asyncio.Event()
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
+        """Count a request as being answered until the context ends."""
         self.under_way += 1
         try:
             yield
@@ -185,6 +187,11 @@ class ModelServer:
         return engines and not self.draining
 
     def service(self, model: str | None) -> Service:
+        """Return a model's service; without a name that of the only model.
+
+        Raises:
+          APIError: if there is no such model, or several and no name.
+        """
         if model is None and len(self.services) == 1:
             return next(iter(self.services.values()))
         if model not in self.services:
@@ -272,15 +279,31 @@ class ModelServer:
         def one(index: int, request: EngineRequest) -> AsyncGenerator[ChoiceDelta, None]:
             prompt = 0 if index % body.n else len(request.prompt)
             seen = ChoiceMetrics(self.metrics, body.model, begin, prompt)
-            return choice_deltas(service, request, index, body.stop_strings, seen, body.timeout)
+            left = remaining(body.timeout, begin)
+            return choice_deltas(service, request, index, body.stop_strings, seen, left)
 
         return merged([one(index, request) for index, request in enumerate(requests)])
+
+
+def remaining(timeout: float | None, begin: float) -> float | None:
+    """Return the seconds that are left of a request's timeout; None without one.
+
+    Args:
+      timeout: seconds that the request may take.
+      begin: its arrival by `time.monotonic`.
+    """
+    return None if timeout is None else timeout - (time.monotonic() - begin)
+
+
+def not_finite() -> APIError:
+    """Return the error of a model whose logits are not finite."""
+    return APIError(500, "the model's logits are not finite", code="not_finite")
 
 
 def finish_reason(finish: FinishReason) -> str:
     """Return OpenAI's name of a finish. Raises `APIError` where no answer ends that way."""
     if finish == FinishReason.ERROR:
-        raise APIError(500, "the model's logits are not finite", code="not_finite")
+        raise not_finite()
     if finish == FinishReason.LOST:
         raise APIError(
             503, "the engine ended before the answer", code="engine_unavailable", after=1
@@ -289,6 +312,7 @@ def finish_reason(finish: FinishReason) -> str:
 
 
 def usage(prompts: Sequence[Sequence[int]], counts: Mapping[int, int]) -> dict[str, int]:
+    """Return OpenAI's usage of prompts and of numbers of generated tokens by choice."""
     given, made = sum(map(len, prompts)), sum(counts.values())
     return dict(prompt_tokens=given, completion_tokens=made, total_tokens=given + made)
 
@@ -305,7 +329,9 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
 
     first = max((e for e in errors if of(e) == of(errors[0])), key=near)
     # The location names forms of a union between the fields.
-    parts = [p for i, p in enumerate(first["loc"][1:]) if not i or isinstance(p, int) or p in NAMES]
+    location = first["loc"][1:]
+    names = {*NAMES, *(location[-1:] if first["type"] == "extra_forbidden" else ())}
+    parts = [p for i, p in enumerate(location) if not i or isinstance(p, int) or p in names]
     where, param = ".".join(map(str, parts)), str(parts[0]) if parts else None
     message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "json_invalid":
@@ -352,13 +378,13 @@ class RequestGuard:
         given = headers.get(b"x-request-id", b"")
         plain = 0 < len(given) <= 128 and all(33 <= c < 127 for c in given)
         header_id = given if plain else uuid.uuid4().hex.encode()
-        begun = False
+        response_started = False
 
         async def named(message: Message) -> None:
-            nonlocal begun
+            nonlocal response_started
             if message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", header_id)]
-                begun = True
+                response_started = True
             await send(message)
 
         # Under a prefix, as in Ray Serve's routes, the path includes it.
@@ -371,7 +397,7 @@ class RequestGuard:
                 await self._inner(scope, receive, named)
             except Exception as error:
                 message = api_error(error)  # which logs it
-                if not begun:
+                if not response_started:
                     await message.response(scope, receive, named)
 
     def _refused(self, headers: Mapping[bytes, bytes]) -> APIError | None:
@@ -452,5 +478,6 @@ async def streamed(request: Request, chunks: AsyncGenerator[dict, None]) -> Resp
 
 
 def event(chunk: dict) -> str:
+    """Return a chunk as a server-sent event."""
     # ASCII, as some clients take U+2028 for the end of a line.
     return f"data: {json.dumps(chunk, allow_nan=False, separators=(',', ':'))}\n\n"

@@ -23,15 +23,16 @@ class AbortRequest(NamedTuple):
 
 
 class ScoreRequest(NamedTuple):
-    """Request for the `TextScores` of a text by an exit; None for the final one."""
+    """Request for the `TextScores` of a text by the last loaded exit."""
 
     request_id: str
     tokens: tuple[int, ...]
-    exit: int | None
     top_logprobs: bool
 
 
 class ScoreReply(NamedTuple):
+    """Scores of a `ScoreRequest`."""
+
     request_id: str
     scores: TextScores
 
@@ -67,7 +68,7 @@ class EngineReady(NamedTuple):
       template: the chat template, if there is one.
       slots: number of slots.
       context: maximum tokens of a request.
-      depth: loaded layers; of a fleet, those of the deepest model, whole.
+      num_segments: number of loaded segments; of a fleet, those of the deepest model, whole.
       seconds: time that loading and compiling took.
       models: configurations of a fleet's models by name, None for one model.
     """
@@ -77,7 +78,7 @@ class EngineReady(NamedTuple):
     template: TemplateSource | None
     slots: int
     context: int
-    depth: int
+    num_segments: int
     seconds: float
     models: Mapping[str, ModelConfig] | None = None
 

@@ -14,6 +14,7 @@ from eejax.helios.report import FleetReport
 from eejax.inference.request import FinishReason, Token
 from eejax.serving.history import LoadHistory
 from eejax.serving.messages import EngineLoad
+from eejax.serving.service import DRAINING, READY
 
 FIRST = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
@@ -91,20 +92,22 @@ class ServerMetrics:
             elif name == "report":
                 self.of_report(model, value)
             elif name == "state":
-                self.up.labels(model).set(value in ("ready", "draining"))
+                self.up.labels(model).set(value in (READY, DRAINING))
             elif name == "restart":
                 self.restarts.labels(model).inc()
 
         return report
 
     def of_load(self, model: str, load: EngineLoad) -> None:
+        """Record the load of a model's engine."""
         self.running.labels(model).set(load.running)
         self.waiting.labels(model).set(load.waiting)
-        held = load.num_cached_tokens / max(load.capacity, 1)
-        self.cache.labels(model).set(held)
-        self.histories[model].load(load.running, load.waiting, held)
+        used = load.num_cached_tokens / max(load.capacity, 1)
+        self.cache.labels(model).set(used)
+        self.histories[model].load(load.running, load.waiting, used)
 
     def of_report(self, model: str, report: FleetReport) -> None:
+        """Record which model of a fleet serves, and its quality."""
         history = self.histories[model]
         for member in {*history.members, report.model}:
             layers = report.layers if member == report.model else 0
@@ -149,6 +152,7 @@ class ChoiceMetrics:
         self._begin, self._last, self._prompt = begin, None, prompt
 
     def tokens(self, new: Sequence[Token]) -> None:
+        """Record tokens that arrived together."""
         if not new:
             return
         metrics, now, first, between = self._metrics, self._clock(), None, []

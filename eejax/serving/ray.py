@@ -24,9 +24,11 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eejax.common.errors import ConfigError, require
+from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.common.paths import expanded
-from eejax.serving.answers import ExitDefaults
+from eejax.data.tokenizer_files import BYTES
+from eejax.gates.confidence import GATES
+from eejax.serving.answers import ExitDefaults, check_defaults
 from eejax.serving.app import app
 from eejax.serving.http import HttpOptions
 from eejax.serving.metrics import ServerMetrics
@@ -100,11 +102,7 @@ class Replica:
             name: Service(model, options, watch=self._metrics.watch(name))
             for name, model in models.items()
         }
-        for name, service in self._services.items():
-            try:
-                await service.start()
-            except RuntimeError as error:
-                raise RuntimeError(f"{name}: {error}") from error
+        await start(self._services, http.defaults)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application; Ray calls this once the services run."""
@@ -131,6 +129,16 @@ class Replica:
         """
         services = getattr(self, "_services", {}).values()
         await asyncio.gather(*(service.stop() for service in services))
+
+
+async def start(services: Mapping[str, Service], defaults: Mapping[str, ExitDefaults]) -> None:
+    """Start services by the names of their models, and check the models' exit rules."""
+    for name, service in services.items():
+        try:
+            ready = await service.start()
+        except RuntimeError as error:
+            raise RuntimeError(f"{name}: {error}") from error
+        check_defaults(name, ready.config, defaults.get(name, ExitDefaults()))
 
 
 class ReplicaHeader:
@@ -175,6 +183,7 @@ class ReplicaArgs(pydantic.BaseModel, extra="forbid"):
     Attributes:
       models: models by name, each a source or the fields of `ServedModel`.
       thresholds: threshold or thresholds by the name of a model.
+      gate: gate by the name of a model.
       service: fields of `ServiceOptions`.
       http: fields of `HttpOptions`.
       deployment: arguments of `ray.serve.deployment`.
@@ -182,6 +191,7 @@ class ReplicaArgs(pydantic.BaseModel, extra="forbid"):
 
     models: dict[str, ServedModel]
     thresholds: dict[str, float | tuple[float, ...]] = {}
+    gate: dict[str, str] = {}
     service: ServiceOptions = ServiceOptions()
     http: HttpOptions = HttpOptions()
     deployment: dict[str, Any] = {}
@@ -197,11 +207,18 @@ def build(args: dict[str, Any]) -> serve.Application:
         options = ReplicaArgs.model_validate(sections(args))
     except pydantic.ValidationError as error:
         raise ConfigError("\n".join(map(describe_error, error.errors()))) from error
-    if unknown := set(options.thresholds) - set(options.models):
-        raise ConfigError(f"thresholds: names {sorted(unknown)}, which `models` does not.")
+    for field in ("thresholds", "gate"):
+        if unknown := set(getattr(options, field)) - set(options.models):
+            raise ConfigError(f"{field}: names {sorted(unknown)}, which `models` does not.")
+    for name, gate in options.gate.items():
+        require_one_of(f"gate.{name}", gate, GATES)
     keys = [key.strip() for key in os.environ.get("EEJAX_KEYS", "").split(",")]
     defaults = {
-        name: ExitDefaults(options.thresholds.get(name, 1.0), drafts=model.drafts)
+        name: ExitDefaults(
+            options.thresholds.get(name, 1.0),
+            options.gate.get(name, ExitDefaults().gate),
+            model.drafts,
+        )
         for name, model in options.models.items()
     }
     http = dataclasses.replace(
@@ -233,10 +250,17 @@ def sections(args: Mapping[str, Any]) -> dict[str, Any]:
 def described(model: Any) -> Any:
     """Return a model's fields, with paths that do not depend on a replica's folder."""
     fields = {"source": model} if isinstance(model, str) else model
-    if isinstance(fields, Mapping) and isinstance(source := fields.get("source"), str):
-        path = expanded(source)
-        return {**fields, "source": str(path.resolve()) if path.exists() else source}
-    return fields
+    if not isinstance(fields, Mapping):
+        return fields
+    paths = {name: fields[name] for name in ("source", "tokenizer") if name in fields}
+    return {**fields, **{name: resolved(path) for name, path in paths.items() if path != BYTES}}
+
+
+def resolved(path: Any) -> Any:
+    """Return the absolute form of a path that exists, and anything else as it is."""
+    if isinstance(path, str) and expanded(path).exists():
+        return str(expanded(path).resolve())
+    return path
 
 
 def describe_error(error: Mapping[str, Any]) -> str:

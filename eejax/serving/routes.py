@@ -39,7 +39,7 @@ Server = Annotated[ModelServer, Depends(server_of)]
 
 
 PAGE = importlib.resources.files("eejax.serving").joinpath("dashboard.html")
-# The page brings all it needs, and may speak to nobody else.
+# The page is self-contained; the policy blocks every other origin.
 POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -64,13 +64,14 @@ async def dashboard(server: Server) -> dict:
 
 
 def shown(server: ModelServer, name: str) -> dict:
+    """Return the dashboard's fields of a model."""
     service, load = server.services[name], server.services[name].load
     fields: dict[str, Any] = dict(
         state=service.state,
         restarts=service.restarts,
         running=load.running,
         waiting=load.waiting,
-        held=load.num_cached_tokens / max(load.capacity, 1),
+        cache_use=load.num_cached_tokens / max(load.capacity, 1),
         spans=server.metrics.histories[name].spans,
     )
     if service.ready is not None:
@@ -91,7 +92,7 @@ def loaded_layers(ready: EngineReady, report: FleetReport | None) -> int:
     """Return the number of loaded layers of the serving model."""
     if report is not None:
         return report.layers
-    return ready.config.exit_boundaries[ready.depth - 1]
+    return ready.config.exit_boundaries[ready.num_segments - 1]
 
 
 def fleet_state(server: ModelServer, name: str, models: Mapping[str, ModelConfig]) -> dict:
@@ -134,7 +135,7 @@ async def health(server: Server) -> Response:
     return JSONResponse(states, 200 if server.healthy else 503)
 
 
-for path, answer in (("/", page), ("/health", health)):  # who balances loads may ask with HEAD
+for path, answer in (("/", page), ("/health", health)):  # load balancers may probe with HEAD
     router.add_api_route(path, answer, methods=["HEAD"], include_in_schema=False)
 
 
@@ -154,7 +155,8 @@ async def metrics(server: Server) -> Response:
 
 
 def about(server: ModelServer, name: str) -> dict:
-    fields = dict(id=name, object="model", created=server.begun, owned_by="eejax")
+    """Return OpenAI's description of a model, with its layers and exits."""
+    fields = dict(id=name, object="model", created=server.created, owned_by="eejax")
     ready = server.services[name].ready
     if ready is not None:
         exits = [e.boundary for e in ready.config.exits]
@@ -221,6 +223,7 @@ async def chat(body: form.ChatRequest, request: Request, server: Server) -> Resp
 
 
 async def answered(request: Request, answer: ResponseBuilder) -> Response:
+    """Return a response, whole or streamed, unless its client disconnects first."""
     await while_connected(request, answer.prepare())
     if answer.body.stream:
         return await streamed(request, answer.chunks())

@@ -219,7 +219,6 @@ class Service:
         request_id: str,
         tokens: Sequence[int],
         *,
-        exit: int | None = None,
         top_logprobs: bool = False,
         seconds: float | None = None,
     ) -> TextScores:
@@ -231,7 +230,7 @@ class Service:
           EngineUnavailable: if the engine ends before it is done.
           TimeoutError: if it takes longer than `seconds`.
         """
-        message = ScoreRequest(request_id, tuple(tokens), exit, top_logprobs)
+        message = ScoreRequest(request_id, tuple(tokens), top_logprobs)
         pending = self._admit(message, seconds)
         try:
             reply = await pending.replies.get()

@@ -121,9 +121,9 @@ class EngineWorker:
         return (self.fleet or self.engine).context
 
     def ready(self, built: BuiltEngine, seconds: float) -> EngineReady:
-        depth, models = self.config.n_exits + 1, None
+        num_segments, models = self.config.n_exits + 1, None
         if self.fleet is None:
-            depth = self.engine.num_segments
+            num_segments = self.engine.num_segments
         else:
             models = {name: member.config for name, member in self.fleet.members.items()}
         return EngineReady(
@@ -132,7 +132,7 @@ class EngineWorker:
             built.template,
             self.slots,
             self.context,
-            depth,
+            num_segments,
             seconds,
             models,
         )
@@ -151,7 +151,7 @@ class EngineWorker:
         joined(self.scheduler, self.slots)
         if hasattr(self.engine, "weights"):  # else it scores nothing
             for n in lengths(self.engine.context):
-                self._scored(ScoreRequest("warm-up", (0,) * n, None, False))
+                self._scored(ScoreRequest("warm-up", (0,) * n, False))
 
     def handle(self, message: Any) -> None:
         """Apply a message; the following steps act on it."""
@@ -175,7 +175,6 @@ class EngineWorker:
                 self.engine.weights,
                 self.config,
                 list(asked.tokens),
-                exit=asked.exit,
                 top_logprobs=True,
                 mesh=self.engine.mesh,
             )

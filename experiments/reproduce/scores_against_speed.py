@@ -9,7 +9,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
-from eejax.analysis.plots import HUES, MARKERS, STYLE, figure_of
+from eejax.analysis.plots import COLORS, MARKERS, STYLE, figure_of
 
 
 def scores_against_speed(
@@ -59,7 +59,7 @@ def scores_against_speed(
                     label=name,
                     ms=4,
                     elinewidth=0.8,
-                    color=HUES[i % len(HUES)],
+                    color=COLORS[i % len(COLORS)],
                     marker=MARKERS[i % len(MARKERS)],
                 )
             for i, p in enumerate(next(iter(curves.values()))):

@@ -13,6 +13,7 @@ from served import Scripted
 
 from eejax.common.errors import ConfigError
 from eejax.serving import fleets
+from eejax.serving.answers import ExitDefaults
 from eejax.serving.service import READY, Service, ServiceOptions
 
 serve = functions_of("eejax.experiments.serve")
@@ -64,6 +65,13 @@ def test_why_an_engine_ended_is_told_each_time(tmp_path, capsys):
         (["--objective=energy", "--drafts=2"], "--drafts = 2: must be left out with --objective."),
         (["--greedy"], "--greedy: requires --objective."),
         (["--reassess=auto"], "--reassess: requires --objective."),
+        (["--gate=a"], "--gate = 'a': must be NAME=GATE."),
+        (["--gate=b=margin"], "--gate: names ['b'], which no --model does."),
+        (["--gate=a=sure"], "--gate: a = 'sure': must be one of 'max_probability', 'margin'"),
+        (
+            ["--gate=a=margin", "--objective=energy"],
+            "--gate = 'a=margin': must be left out with --objective",
+        ),
     ],
 )
 def test_bad_values_name_their_flag(flags, said):
@@ -71,9 +79,33 @@ def test_bad_values_name_their_flag(flags, said):
         call("eejax.experiments.serve", "--model=a=/none", "--port=0", *flags)
 
 
+def test_defaults_that_a_model_does_not_have_name_their_flag(monkeypatch):
+    made, engines = [], serve.engines
+
+    def scripted(*given):
+        made.append(engines(*given)[1])
+        return {"a": Scripted()}, made[-1]
+
+    monkeypatch.setattr(serve, "engines", scripted)
+
+    def said(*flags):
+        with pytest.raises(ConfigError) as caught:
+            call("eejax.experiments.serve", "--model=a=/none", "--port=0", *flags)
+        return str(caught.value)
+
+    two = "must be one number in [0, 1], or one for each of its 2 early exits."
+    assert said("--thresholds=a=0.5,0.6,0.7") == f"--thresholds of 'a' = (0.5, 0.6, 0.7): {two}"
+    told = said("--gate=a=router", "--thresholds=a=0.8")
+    assert told.startswith("--gate of 'a' = 'router': must be one of 'max_probability'")
+    assert told.endswith("`eejax calibrate` trains routers.")
+    assert made[-1] == {"a": ExitDefaults(0.8, "router", 0)}
+
+
 def test_flags_of_a_controller(monkeypatch):
     made = []
-    monkeypatch.setattr(fleets, "ServedFleet", lambda models, aims, *more, **own: made.append(aims))
+    monkeypatch.setattr(
+        fleets, "ServedFleet", lambda models, config, *more, **own: made.append(config)
+    )
     monkeypatch.setattr(serve, "serve", lambda *_: asyncio.sleep(0))
 
     def ask(*flags):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
+import re
+from functools import partial
+from types import SimpleNamespace
+from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from adding import add
+from controlled import telemetry
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import ConfigError
-from eejax.helios import dispatch
+from eejax.helios import dispatch, verifier
 from eejax.helios.choices import ControllerOptions, stricter
 from eejax.helios.controller import Controller
 from eejax.helios.disagreement_bound import AnswerAudit, DisagreementBound, upper_bound
@@ -31,15 +37,44 @@ def test_a_verdict_is_the_whole_models_however_little_is_loaded(small_run):
     model = load_run(small_run)
     p, config = model.params, model.config
     whole = prepare(p, config)
-    auditor = AnswerVerifier(p, config)
+    whole_model = AnswerVerifier(p, config)
     text = model.tokenizer.encode("import os, def main(argv): return None\n").tolist()
     want = scoring.score(whole, config, text)
     for depth in range(1, config.n_exits + 2):
-        found = auditor.judge(prepare(p, config, depth), text[:11], text[11:])
+        found = whole_model.judge(prepare(p, config, depth), text[:11], text[11:])
         np.testing.assert_allclose(found.logprob, want.logprob[10:], atol=1e-5)
         np.testing.assert_array_equal(found.same, want.top[10:])
     with pytest.raises(ConfigError, match="must have at least one token"):
-        auditor.judge(whole, [], [1, 2])
+        whole_model.judge(whole, [], [1, 2])
+
+
+def test_an_answer_is_read_in_chunks_of_any_length(small_run):
+    model = load_run(small_run)
+    whole, config = prepare(model.params, model.config), model.config
+    x, tokens = np.zeros((1, 97, config.d_model), np.float32), np.zeros((1, 97), np.int32)
+    read = str(jax.make_jaxpr(partial(verifier._read, config=config))(whole.params, x, tokens))
+    assert [*map(int, re.findall(r"length=(\d+)", read))] == [1]
+
+
+def test_only_audits_outside_of_evaluations_count_towards_their_share_of_the_time():
+    now = [0.0]
+
+    def judge(job):
+        now[0] += 10.0
+        return AnswerAudit(np.ones(3, bool), np.zeros(3))
+
+    pool = SimpleNamespace(parts={"m": SimpleNamespace(depth=1)}, judge=judge)
+    controller = mock.Mock(decisions=[])
+    controller.level.return_value = 0
+    profiles = {"m": mock.Mock(**{"quality_at.return_value": 1.0, "perplexity_at.return_value": 1})}
+    made = dispatch.Dispatcher(controller, pool, profiles, share=0.1, clock=lambda: now[0])
+    for evaluated in (True, False):
+        job = SimpleNamespace(
+            model="m", evaluated=evaluated, strictness=(1, 0), telemetry=telemetry(), exits=[0]
+        )
+        made.to_audit.append(job)
+        made.audit_next()
+        assert made._may_audit() == evaluated
 
 
 def test_an_audit_is_of_the_last_answers():

@@ -415,7 +415,7 @@ def test_a_model_whose_answers_are_no_numbers_is_left_alone(model):
     fleet.pool.members["a"] = dataclasses.replace(fleet.pool.members["a"], params=broken)
     ends, made = [], fleet.pool.make
     fleet.pool.make = lambda choice: (time.sleep(2.0), made(choice))[1]  # as if it were large
-    with pytest.warns(UserWarning, match="'a' is served no more: its answers end in errors"):
+    with pytest.warns(UserWarning, match="'a' is no longer served: its answers end in errors"):
         for i in range(30):
             add(fleet, model.tokenizer.encode(f"y{i}").tolist(), NEW)
         ends += [o.finish for o in fleet.run() if o.finish]
@@ -437,7 +437,7 @@ def test_a_model_that_cannot_be_loaded_is_left_alone(model, lost):
         return made(choice)
 
     fleet.pool.make = fails
-    with pytest.warns(UserWarning, match=f"'{lost}' is served no more: it cannot be loaded"):
+    with pytest.warns(UserWarning, match=f"'{lost}' is no longer served: it cannot be loaded"):
         for i in range(20):
             add(fleet, model.tokenizer.encode(f"w{i}").tolist(), NEW)
         ends = [o.finish for o in fleet.run() if o.finish]

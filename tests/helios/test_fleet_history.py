@@ -21,10 +21,11 @@ from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer
 from eejax.helios import measurements
 from eejax.helios.choices import ControllerOptions, ModelDepth
+from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.objectives import ServiceObjective
 from eejax.helios.pool import FleetMember
 from eejax.helios.quality import BenchmarkScore, QualitySource
-from eejax.helios.repository import MeasurementConditions, Repository, StoredEvaluation, rebuild
+from eejax.helios.repository import Repository, StoredEvaluation, rebuild
 from eejax.serving import fleets
 
 OPTIONS = ControllerOptions(prompts=2, interval=10**6, tokens=8)
@@ -78,9 +79,9 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     def started(objective: str, **limits: float):
         calls.clear()
         caplog.clear()
-        aims = fleets.FleetConfig(objective, limits, OPTIONS, path, audits=0.0)
+        config = fleets.FleetConfig(objective, limits, OPTIONS, path, audits=0.0)
         with caplog.at_level("INFO", LOG):
-            made = fleets.built(members, ByteTokenizer(), aims, slots=2, prompts=prompts).fleet(2)
+            made = fleets.built(members, ByteTokenizer(), config, slots=2, prompts=prompts).fleet(2)
         return made, [record.getMessage() for record in caplog.records if record.name == LOG]
 
     fleet, said = started("accuracy")

@@ -90,7 +90,7 @@ def test_another_model_serves_in_place_of_one_that_cannot_grow(model, monkeypatc
     fleet, controller, serves, numbers = lowest(model, "ab")
     monkeypatch.setattr(partial, "more_weights", fails)
     controller.apply(decisions.want, "grow", ModelDepth(serves, 3), "for the test")
-    with pytest.warns(UserWarning, match=f"'{serves}' is served no more: it cannot grow"):
+    with pytest.warns(UserWarning, match=f"'{serves}' is no longer served: it cannot grow"):
         outputs = fleet.run()
     assert {o.request_id for o in outputs if o.finish == "length"} == {*numbers}
     assert controller.state.failing == {serves} and controller.current.model != serves
@@ -100,7 +100,7 @@ def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
     """Of an evaluation too, which goes by what was expected."""
     fleet, controller = fleet_of(model, prompts=2, interval=1000, made=dict(audits=1.0))
     monkeypatch.setattr(AnswerVerifier, "judge", fails)
-    with pytest.warns(UserWarning, match="an answer of 'm' is not looked at again: RESOURCE"):
+    with pytest.warns(UserWarning, match="an answer of 'm' was not audited: RESOURCE"):
         evaluated(fleet, model)
         numbers = [add(fleet, [65 + i], NEW) for i in range(4)]
         outputs = fleet.run()

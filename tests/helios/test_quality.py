@@ -224,7 +224,7 @@ def test_tokens_below_their_threshold_are_not_expected_to_be_sure():
     """A part of a model, whose last exit takes all that is left."""
     known = profile(n=3, sure=(0.9, 0.9, 1.0), unsure=(0.3, 0.6, 1.0))
     pool = types.SimpleNamespace(parts={"m": types.SimpleNamespace(depth=2)})
-    made = Dispatcher(None, pool, {"m": known}, share=0.0, seed=0, clock=lambda: 2.0)
+    made = Dispatcher(None, pool, {"m": known}, share=0.0, clock=lambda: 2.0)
     job = FleetRequest(order=(0, 0), came=0.0, model="m", began=0.5, first=1.0)
     job.exits, job.below = [0, 1, 1, 1], [False, False, True, True]
     told = made._telemetry(job, AnswerCosts(beside=0))

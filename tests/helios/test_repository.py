@@ -22,12 +22,12 @@ from launchers import functions_of
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.helios.choices import ModelDepth
+from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.expectations import Expectations
 from eejax.helios.measurements import kept
 from eejax.helios.objectives import ServiceObjective
 from eejax.helios.quality import BenchmarkScore, with_benchmarks
 from eejax.helios.repository import (
-    MeasurementConditions,
     Repository,
     RepositoryLockedError,
     StoredEvaluation,

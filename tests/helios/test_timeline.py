@@ -20,9 +20,7 @@ from eejax.serving.history import LoadHistory
 
 
 def point(i: int, **changes) -> TimelinePoint:
-    own = dict(
-        time=0.5 * i, model="small", depth=1, tokens=8, ttft=0.1, seconds=0.4, perplexity=2.0
-    )
+    own = dict(time=0.5 * i, model="small", depth=1, tokens=8, ttft=0.1, perplexity=2.0)
     return TimelinePoint(**(own | changes))
 
 

@@ -125,7 +125,7 @@ def first(options: ControllerOptions, objective: ServiceObjective):
 
 @settings(max_examples=40, deadline=None)
 @given(options=OPTIONS, objective=st.sampled_from(OBJECTIVES), sequence=SEQUENCES)
-@pytest.mark.filterwarnings("ignore:.* is served no more")
+@pytest.mark.filterwarnings("ignore:.* is no longer served")
 def test_a_transition_is_pure(options, objective, sequence):
     """It leaves the state before it as it was; and the recorded events lead from the first state to
     the same decisions, assignments and states again, as they do in a `Controller`."""
@@ -140,6 +140,7 @@ def test_a_transition_is_pure(options, objective, sequence):
         recorded.append((event, time, details))
         found.append(made)
         state = made.state
+        assert not state.plan or state.wanted == state.plan[0].choice
     again = begin
     for (event, time, details), want in zip(recorded, found, strict=True):
         made = event(again, time, *details)
@@ -153,6 +154,19 @@ def test_a_transition_is_pure(options, objective, sequence):
         held.apply(event, *details)
     assert held.state == state
     assert held.decisions == [made.decision for made in found if made.decision is not None]
+
+
+def test_an_evaluation_goes_on_at_the_depth_that_can_be_loaded():
+    state = first(ControllerOptions(prompts=1), OBJECTIVES[0])
+    state = decisions.evaluate(state, 0.0, "a reason", ["b"]).state
+    assert state.wanted == ModelDepth("b", EXITS)
+    less = ModelDepth("b", 1)
+    state = transitions.depth_limited(state, 1.0, less).state
+    state = transitions.model_loaded(state, 2.0, less).state
+    made = transitions.prompt_arrived(state, 3.0)
+    assert made.assignment == (less, True)
+    made = transitions.prompt_answered(made.state, 4.0, "b", telemetry(), (0, 0))
+    assert made.evaluation.depth == 1 and not made.state.plan
 
 
 def test_events_lead_to_every_kind_of_decision():

@@ -17,7 +17,7 @@ def test_nobody_is_given_to_a_model_that_fails():
     world = World({"a": profile(), "b": profile(2.0)}, shares)
     c = world.controller
     c.loaded(c.wanted)
-    with pytest.warns(UserWarning, match="'a' is served no more"):
+    with pytest.warns(UserWarning, match="'a' is no longer served"):
         for _ in range(5):
             assert c.choose() == (ModelDepth("a", 4), True)
             c.dropped("a", failed=True)

@@ -23,7 +23,7 @@ def test_three_lines(eejax_data, tmp_path):
     text.write_bytes(whole[:60_000])
     model = eejax.load(eejax_data / "models" / "tinylm", tokenizer="bytes")
     assert model.config.exits == () and "params" not in repr(model)
-    with pytest.raises(ConfigError, match="agreement = 0.9: is known of what calibrate"):
+    with pytest.raises(ConfigError, match="agreement = 0.9: requires a model that calibrate"):
         eejax.generate(model, "ROMEO:", 4, agreement=0.9)
     made = eejax.calibrate(model, str(text), every=3, tokens=20_000, epochs=2, width=16)
     assert [e.boundary for e in made.config.exits] == [3, 6, 9] and model.config.exits == ()

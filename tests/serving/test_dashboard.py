@@ -182,10 +182,7 @@ def test_which_of_several_models_serves_and_why(opened):
                 7.5,
                 "nvml",
                 switch,
-                tuple(
-                    TimelinePoint(i, "large", 3, 5, 0.1, 0.2, 4.0, came.get(i, ()))
-                    for i in range(4)
-                ),
+                tuple(TimelinePoint(i, "large", 3, 5, 0.1, 4.0, came.get(i, ())) for i in range(4)),
             ),
         ):
             service.report = report
@@ -243,7 +240,7 @@ def test_history_by_spans_of_time():
         begin=100.0,
         running=2,
         waiting=1,
-        held=0.5,
+        cache_use=0.5,
         tokens_per_s=4 / SECONDS,
         depth=7.5,
         exits={"3": 2, "12": 2},

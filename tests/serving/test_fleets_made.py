@@ -177,9 +177,9 @@ def test_slots_by_what_a_budget_holds():
 def test_a_budget_too_small_is_told_what_all_models_need():
     members = {name: m for name, m in reversed(TinyFleet().members().items())}
     needs = {name: fleets.min_bytes(m, 32) for name, m in members.items()}
-    aims = fleets.FleetConfig(options=ControllerOptions(budget=1000))
+    config = fleets.FleetConfig(options=ControllerOptions(budget=1000))
     with pytest.raises(ConfigError, match="budget = 1000: must be .* bytes at least") as error:
-        fleets.built(members, ByteTokenizer(), aims, slots=2, context=32)
+        fleets.built(members, ByteTokenizer(), config, slots=2, context=32)
     least = int(re.search(r"must be (\d+) bytes", str(error.value))[1])
     # Audits bring layers of the best model, which may be more than a model's own missing ones.
     assert least >= max(needs.values())
@@ -198,9 +198,9 @@ def test_what_stands_for_energy_is_told(monkeypatch, caplog, counts):
 
     def built(objective, **limits):
         caplog.clear()
-        aims = fleets.FleetConfig(objective, limits, options)
+        config = fleets.FleetConfig(objective, limits, options)
         with caplog.at_level("INFO", LOG), pytest.raises(ConfigError) as refused:
-            fleets.built(TinyFleet().members(), ByteTokenizer(), aims, slots=2)
+            fleets.built(TinyFleet().members(), ByteTokenizer(), config, slots=2)
         return str(refused.value)
 
     assert built("throughput").startswith("budget = 1000") and not caplog.messages

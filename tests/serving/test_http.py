@@ -8,11 +8,13 @@ import json
 from functools import wraps
 
 import httpx
+import numpy as np
 import pytest
 from served import STALL, Scripted, said
 
 from eejax.data.tokenizer_export import bytes_definition
 from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
+from eejax.inference.scoring import TextScores
 from eejax.serving.app import app
 from eejax.serving.completions import CompletionResponse
 from eejax.serving.http import HttpOptions
@@ -82,6 +84,27 @@ async def test_completions_whole_and_streamed():
         assert parts[-1]["choices"] == [] and parts[-1]["usage"] == answer["usage"]
         assert all(p["usage"] is None for p in parts[:-1])
         assert parts[-2]["choices"][0]["finish_reason"] == "length"
+
+
+@run
+async def test_scoring_a_prompt_takes_time_of_the_timeout(monkeypatch):
+    async with serving() as client:
+        service, left = client.service, []
+
+        async def score(request_id, tokens, *, seconds, **_):
+            left.append(seconds)
+            await asyncio.sleep(0.1)
+            return TextScores(np.zeros(2), np.ones(2, bool), None)
+
+        def stream(request, *, seconds):
+            left.append(seconds)
+            return Service.stream(service, request, seconds=seconds)
+
+        monkeypatch.setattr(service, "score", score)
+        monkeypatch.setattr(service, "stream", stream)
+        asked = dict(model="m", prompt="abc", max_tokens=2, echo=True, logprobs=1, timeout=60)
+        assert (await client.post("/v1/completions", json=asked)).status_code == 200
+        assert left[1] <= left[0] - 0.1 < 60
 
 
 @run
@@ -172,6 +195,12 @@ async def test_conversations_by_the_models_template():
         (dict(logprobs=21), 400, "logprobs", "logprobs = 21: "),
         (dict(stop=""), 400, "stop", "stop"),
         (dict(stream_options={}), 400, "stream_options", "stream_options: only with stream"),
+        (
+            dict(stream=True, stream_options=dict(foo=1)),
+            400,
+            "stream_options",
+            "stream_options.foo: is not a field of this request.",
+        ),
         (dict(max_tokens=0), 400, "max_tokens", "max_tokens = 0: requires echo"),
     ],
 )

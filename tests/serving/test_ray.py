@@ -14,17 +14,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 
 import httpx
 import numpy as np
 import openai
 import pytest
 from processes import free_port
-from served import DIE, STALL, said
+from served import DIE, STALL, Scripted, said
 
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import ConfigError
 from eejax.inference import Generator
+from eejax.serving.answers import ExitDefaults
+from eejax.serving.service import Service
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 SERVE = pytest.importorskip("ray.serve", reason="needs ray[serve]")
@@ -391,6 +394,8 @@ def test_a_configuration_says_what_is_wrong_with_it():
         ({"models": {"m": {"source": "x", "slots": "many"}}}, 'models.m.slots = "many": input'),
         ({"models": {"m": {"source": "x", "slot": 1}}}, "models.m.slot = 1: unexpected"),
         ({"models.m": "x", "thresholds.n": "1"}, "thresholds: names ['n']"),
+        ({"models.m": "x", "gate.n": "margin"}, "gate: names ['n']"),
+        ({"models.m": "x", "gate.m": "sure"}, "gate.m = 'sure': must be one of 'max_probability'"),
         ({"models.m": "x", "service.grace": "-1"}, "service: grace = -1.0: must be at least 0"),
         ({"models.m": "[x"}, "models.m = '[x': must be YAML"),
         ({"models.m": "x", "deployment.replicas": "2"}, "deployment = {'replicas': 2}: must suit"),
@@ -407,9 +412,18 @@ def test_a_configuration_reaches_the_replicas(monkeypatch, tmp_path):
 
     monkeypatch.setenv("EEJAX_KEYS", "one, two")
     monkeypatch.chdir(tmp_path.parent)
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path.parent / "bytes").touch()
+    plain = {"source": tmp_path.name, "tokenizer": "bytes"}
     made = build(
         {
-            "models": {"a": tmp_path.name, "b": {"source": "on/the-hub", "slots": 4, "drafts": 2}},
+            "models": {
+                "a": {"source": tmp_path.name, "tokenizer": f"{tmp_path.name}/tokenizer.json"},
+                "b": {"source": "on/the-hub", "slots": 4, "drafts": 2},
+                "c": plain,
+                "d": tmp_path.name,
+            },
+            "gate.b": "margin",
             "thresholds.b": "[0.5, 0.6]",
             "service.waiting": "10",
             "http.n": "3",
@@ -419,10 +433,36 @@ def test_a_configuration_reaches_the_replicas(monkeypatch, tmp_path):
     )._bound_deployment
     models, options, http = made.init_args
     assert models["a"].source == str(tmp_path) and models["b"].source == "on/the-hub"
+    assert models["a"].tokenizer == str(tmp_path / "tokenizer.json")
+    assert (models["c"].source, models["c"].tokenizer) == (str(tmp_path), "bytes")
+    assert (models["d"].source, models["d"].tokenizer) == (str(tmp_path), None)
     assert (models["a"].slots, models["b"].slots, options.waiting) == (16, 4, 10)
     assert (http.keys, http.n) == (("one", "two"), 3)
     assert http.defaults["a"].thresholds == 1.0
-    assert http.defaults["b"][::2] == ((0.5, 0.6), 2)
-    assert made.max_ongoing_requests == 16 + 4 + 2 * 10 + SPARE
+    assert http.defaults["a"].gate == "max_probability"
+    assert http.defaults["b"] == ((0.5, 0.6), "margin", 2)
+    assert made.max_ongoing_requests == 3 * 16 + 4 + 4 * 10 + SPARE
     assert made.max_queued_requests == 3 * made.max_ongoing_requests
     assert made.num_replicas == 3 and made.ray_actor_options["num_gpus"] == 1
+
+
+@pytest.mark.parametrize(
+    "rules, told",
+    [
+        ((0.5, "max_probability"), ""),
+        (((0.5, 0.6, 0.7), "margin"), "thresholds of 'm' = (0.5, 0.6, 0.7): must be one number"),
+        ((0.5, "router"), "gate of 'm' = 'router': must be one of 'max_probability'"),
+    ],
+)
+def test_a_replica_checks_exit_rules_against_its_models(rules, told, monkeypatch):
+    from eejax.serving.ray import start
+
+    async def begin():
+        service = Service(Scripted())
+        try:
+            await start({"m": service}, {"m": ExitDefaults(*rules)})
+        finally:
+            await service.stop()
+
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}") if told else nullcontext():
+        asyncio.run(begin())
