@@ -17,8 +17,13 @@ if _DEVICES not in os.environ.get("XLA_FLAGS", ""):
 # the time. jaxlib 0.11 and later have these emitters alone, and end at a flag they do not know.
 _FLAGS = os.environ["XLA_FLAGS"]
 _OLDER = tuple(map(int, importlib.metadata.version("jaxlib").split(".")[:2])) < (0, 11)
-if "--xla_backend_optimization_level=0" in _FLAGS and _OLDER and "fusion_emitters" not in _FLAGS:
-    _FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+if "--xla_backend_optimization_level=0" in _FLAGS:
+    if _OLDER and "fusion_emitters" not in _FLAGS:
+        _FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    # It splits each reduction in two, and compiling every one of them walks through all of the
+    # program: without it an engine compiles in half the time.
+    if "xla_disable_hlo_passes" not in _FLAGS:
+        _FLAGS += " --xla_disable_hlo_passes=tree_reduction_rewriter"
     os.environ["XLA_FLAGS"] = _FLAGS
 os.environ.setdefault("MPLBACKEND", "Agg")
 if os.environ["JAX_PLATFORMS"] == "cpu":  # kernels run in Triton's interpreter

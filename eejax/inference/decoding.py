@@ -115,6 +115,7 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
 
     Returns the state and records [size m, b] of steps that emit up to m tokens each.
     """
+    run = jax.jit(run)  # traced once, for the shapes of its record and for the loop
     shapes = jax.eval_shape(run, weights, state)[1]
     blank = jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), shapes)
     one = _packed(blank._replace(exit=jnp.full_like(blank.exit, -1)))

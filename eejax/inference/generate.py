@@ -31,6 +31,7 @@ from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch
 
 STREAM_CHUNK = 16  # steps per call while streaming or looking for stop strings
+DECODE_STEPS = 128  # steps that the decoding loop is compiled for; it runs any number up to this
 LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs are compiled
 
 
@@ -115,9 +116,8 @@ class Decoder(abc.ABC):
     ) -> Iterator[GenerationResult]:
         """Yield the growing result: the first token, then those of `chunk` steps (None: all).
 
-        A step emits one token for each request, with drafts none or several. Each value of `chunk`
-        compiles its own program, so keep to one value. A larger one returns less often, and up to
-        that many steps may run for nothing behind a stop string.
+        A step emits one token for each request, with drafts none or several. A larger `chunk`
+        returns less often, and up to that many steps may run for nothing behind a stop string.
 
         Args:
           prompts: token ids, each at least one token and shorter than the context.
@@ -159,7 +159,7 @@ class Decoder(abc.ABC):
         request = RequestRows.make(config, lengths, max_new, policy, sampling, stop_token_ids)
         length = cache_length(int(max(tokens.shape[1], (lengths + max_new).max())), options)
         if chunk is None:
-            chunk = STREAM_CHUNK if stop_strings else power_of_two(int(max_new.max()))
+            chunk = STREAM_CHUNK if stop_strings else int(max_new.max())
         state, first = self._prefill(tokens, request, length)
         more = jax.tree.map(lambda a: a[None], first)
         limits = [
@@ -236,8 +236,8 @@ class Generator(Decoder):
 
     `generate` and `stream` compile once for each batch size, prompt length (rounded up to a power
     of two, at least 16), cache length (to a multiple of `LENGTH_STEP`), number of stop tokens (to a
-    power of two) and `chunk`, which `generate` rounds up to a power of two. Stop strings are
-    searched outside the compiled program, after every `STREAM_CHUNK` steps unless `chunk` is set.
+    power of two) and, above `DECODE_STEPS`, `chunk` (to a power of two). Stop strings are searched
+    outside the compiled program, after every `STREAM_CHUNK` steps unless `chunk` is set.
     """
 
     weights: Weights
@@ -292,8 +292,13 @@ class Generator(Decoder):
 
     def _decode(self, state, n) -> tuple[EngineState, DecodeRecord]:
         options, _ = self.slots_for(len(state.token))
-        static = dict(config=self.config, options=options, size=n)
+        static = dict(config=self.config, options=options, size=decode_size(n))
         return decode(self.weights, state, np.int32(n), **static)
+
+
+def decode_size(steps: int) -> int:
+    """Return the steps that a decoding loop of `steps` is compiled for."""
+    return max(DECODE_STEPS, power_of_two(steps))
 
 
 def prompt_width(tokens: int) -> int:

@@ -31,7 +31,7 @@ from eejax.common.trees import Tree
 from eejax.gates.confidence import Memory
 from eejax.inference import sharded
 from eejax.inference import state as s
-from eejax.inference.generate import Decoder
+from eejax.inference.generate import Decoder, decode_size
 from eejax.inference.options import PIPELINED, EngineOptions, engine_config
 from eejax.inference.policy import Emission
 from eejax.inference.stages import (
@@ -227,22 +227,28 @@ def blank(stage: DecodingStage, cache: StageCache, cap: int, request: RequestRow
     )
 
 
-@partial(jax.jit, static_argnames=("stages", "cap", "n"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("stages", "cap", "size"), donate_argnames="state")
 def decode(
-    weights: StageWeights, state: PipelineState, *, stages: StagedModel, cap: int, n: int
+    weights: StageWeights,
+    state: PipelineState,
+    n: jax.Array | np.int32,
+    *,
+    stages: StagedModel,
+    cap: int,
+    size: int,
 ) -> tuple[PipelineState, DecodeRecord]:
-    """Decode up to `n` tokens of every live request in one compiled loop; records are [n, b].
+    """Decode up to `n` tokens, at most `size`, of every live request in one compiled loop.
 
-    Rows for which a request has no token have exit -1. Tokens that stages still work on when the
-    last one is emitted stay in place for the next call. `state` is donated.
+    Records are [size, b]; rows for which a request has no token have exit -1. Tokens that stages
+    still work on when the last one is emitted stay in place for the next call. `state` is donated.
     """
 
-    def local(weights, state):
+    def local(weights, state, n):
         stage, state = DecodingStage(stages, weights), enter(state)
         b = state.token.shape[0]
         zero, undecided = varying((jnp.zeros((b,), jnp.int32), Emission.undecided(b)), DATA)
         blank = s.advance(state, undecided, zero, state.live)[1]
-        records = jax.tree.map(lambda r: jnp.zeros_like(r, shape=(n, b)), blank)
+        records = jax.tree.map(lambda r: jnp.zeros_like(r, shape=(size, b)), blank)
         records = records._replace(exit=records.exit - 1)
 
         def wanted(state, count):
@@ -255,7 +261,7 @@ def decode(
             _, state, count, records = carry
             starts = wanted(state, count)
             state, record = _tick(stage, cap, state, starts)
-            place = jnp.where(record.exit >= 0, count, n)
+            place = jnp.where(record.exit >= 0, count, size)
             records = jax.tree.map(
                 lambda a, r: a.at[place, jnp.arange(b)].set(r, mode="drop"), records, record
             )
@@ -267,8 +273,8 @@ def decode(
         return leave(state), records
 
     specs = state_specs(stages)
-    given, made = (stages.specs, specs), (specs, P(None, DATA))
-    return sharded.shard(local, stages.mesh, given, made)(weights, state)
+    given, made = (stages.specs, specs, P()), (specs, P(None, DATA))
+    return sharded.shard(local, stages.mesh, given, made)(weights, state, n)
 
 
 def _tick(
@@ -420,4 +426,5 @@ class PipelinedGenerator(Decoder):
         )
 
     def _decode(self, state, n):
-        return decode(self.weights, state, stages=self.stages, cap=self.options.cap, n=n)
+        static = dict(stages=self.stages, cap=self.options.cap, size=decode_size(n))
+        return decode(self.weights, state, np.int32(n), **static)

@@ -18,8 +18,8 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import RequestRows
 
-# Few row counts, each of which is compiled for every segment.
-SMALL = EngineOptions("recompute", cap=4, buckets=(1, 2))
+# One row count, as each is compiled for every segment; test_batched.py has several.
+SMALL = EngineOptions("recompute", cap=4, buckets=(4,))
 ORACLE = EngineOptions("posthoc", cap=4)
 
 
@@ -57,7 +57,7 @@ def test_engines_equal_uncached_float64(trained, prompts, engine):
             break
     else:
         pytest.fail("no prompt is a test")
-    g = Generator.make(p, config, EngineOptions(engine, cap=4, buckets=(1, 2)))
+    g = Generator.make(p, config, EngineOptions(engine, cap=4, buckets=(4,)))
     got = g.generate([prompt], 14, threshold=thresholds)
     assert got.ids(0) == [w[0] for w in want]
     if engine != "full":
@@ -131,7 +131,7 @@ def test_recompute_leaves_early_where_posthoc_does(subset, prompts, batch):
     p, config = subset((1, 3))
     asked = prompts(4, [9, 14, 6][:batch])
     oracle, engine = (
-        Generator.make(p, config, EngineOptions(name, cap=8, buckets=(1, 4)))
+        Generator.make(p, config, EngineOptions(name, cap=8, buckets=(8,)))
         for name in ("posthoc", "recompute")
     )
     # The model was trained here, so its confidences depend on the machine: take the highest
@@ -190,7 +190,7 @@ def test_waiting_tokens_get_exact_keys_and_values(subset, prompts):
     thresholds[4:8], thresholds[8] = 0.0, 1.0
     run = {}
     for name in ("posthoc", "recompute"):
-        options = EngineOptions(name, cap=cap, buckets=(1, 2, 2 * cap))  # nobody waits for room
+        options = EngineOptions(name, cap=cap, buckets=(2 * cap,))  # nobody waits for room
         g = Generator.make(p, config, options)
         tokens, lengths = g._pad(asked)
         options, slots = g.slots_for(2)
@@ -276,7 +276,7 @@ def test_thresholds_exits_and_sampling_do_not_recompile(subset, prompts, compile
 def test_stops_of_like_number_and_buckets_as_a_list_do_not_recompile(subset, prompts, compiled):
     p, config = subset((1, 3))
     asked, text = prompts(2, [10, 13]), lambda ids: "".join(map(chr, ids))
-    g = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=[1, 2]))
+    g = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=[4]))
     assert g.options == SMALL
 
     def run(**kwargs):

@@ -129,9 +129,20 @@ def attend(options, *args, which="interpreter"):
     return _attend(options, *args, which=which)
 
 
-@settings(max_examples=20)
+@settings(max_examples=6)
 @given(calls())
 def test_any_layout_beside_float64(interpreted, call):
+    check_beside_float64(call)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(calls())
+def test_any_layout_beside_float64_widely(interpreted, call):
+    check_beside_float64(call)
+
+
+def check_beside_float64(call):
     options, args = call
     for which in BOTH:
         same_as_exact(attend(options, *args, which=which), options, args)
