@@ -81,7 +81,6 @@ class AutoGenerator(Decoder):
     def _decode(self, state: EngineState, n: int) -> tuple[EngineState, DecodeRecord]:
         program = (n, *(a.shape for a in jax.tree.leaves(state)))
         policy = state.request.policy
-        may_fire = np.asarray(policy.active) & (np.asarray(policy.thresholds) < 1)
         off = np.full(state.token.shape, not self.payoff.next(program))
         state = state.replace(request=state.request.replace(policy=policy.replace(paused=off)))
         jax.block_until_ready(state)
@@ -91,6 +90,6 @@ class AutoGenerator(Decoder):
         first = program not in self.compiled
         self.compiled.add(program)
         tokens = int((np.asarray(record.exit) >= 0).sum())
-        idle = self.options.leaves_early and not bool(np.any(may_fire))
-        self.payoff.add(None if first or idle else seconds, tokens, program)
+        timed = not first and bool(policy.can_leave.any())
+        self.payoff.add(seconds if timed else None, tokens, program)
         return state, record

@@ -184,10 +184,6 @@ class EarlyExitEngine(SlotEngineBase):
         return dict(config=self.config, options=self.options)
 
     @property
-    def takes_logits_params(self) -> bool:
-        return self.options.logits_params
-
-    @property
     def num_segments(self) -> int:
         return len(self.weights.segments)
 

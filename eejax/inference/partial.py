@@ -71,7 +71,7 @@ class PartialModel(StepLoop):
             self.host, config, options, slots=self.slots[depth - 1], context=context
         )
         engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
-        self.scheduler = Scheduler(engine, config, steps=steps)
+        self.scheduler = Scheduler(engine, steps=steps)
         self._coming: Weights | None = None
 
     @property

@@ -106,7 +106,7 @@ class EngineWorker:
     def __init__(self, built: BuiltEngine, steps: int = STEPS_PER_CALL):
         self.engine, self.config = built.engine, built.config
         self.fleet = None if built.fleet is None else built.fleet(steps)
-        self.scheduler = self.fleet or Scheduler(built.engine, built.config, steps=steps)
+        self.scheduler = self.fleet or Scheduler(built.engine, steps=steps)
         self._scores: list[ScoreRequest] = []
         self._refused: list[RequestRefused] = []
         self._decisions = self._points = 0  # of the fleet, already reported

@@ -269,7 +269,7 @@ def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarr
     from eejax.inference.scheduler import Scheduler
 
     engine = EarlyExitEngine.make(params, config, compared_batch_options(), slots=len(texts))
-    scheduler = Scheduler(engine, config)
+    scheduler = Scheduler(engine)
     policy = ExitPolicy.make(config, 1, threshold)
     for i, text in enumerate(texts):
         scheduler.add_request(EngineRequest(str(i), text, new, policy))

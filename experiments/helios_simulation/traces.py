@@ -295,7 +295,7 @@ def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.
     check_prompts(prompts, member.config, member.config.context_length - new + 1)
     weights = jax.device_put(member.params)  # that of a fleet are on the host
     engine = EarlyExitEngine.make(weights, member.config, "full", slots=slots)
-    scheduler = Scheduler(engine, engine.config)
+    scheduler = Scheduler(engine)
     texts: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
         scheduler.add_request(EngineRequest(str(i), prompt, new))
