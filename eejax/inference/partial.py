@@ -11,7 +11,7 @@ from eejax.common.errors import require, require_count
 from eejax.common.trees import Tree, nbytes
 from eejax.inference.deepening import deepen, more_weights, on_host, select_slots
 from eejax.inference.engine import EarlyExitEngine
-from eejax.inference.options import EngineOptions
+from eejax.inference.options import EngineOptions, given_options
 from eejax.inference.request import RequestOutput
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler, StepLoop
@@ -54,8 +54,15 @@ class PartialModel(StepLoop):
           options: `num_segments` and `can_deepen` are set here.
 
         Raises:
-          ConfigError: as `EarlyExitEngine.make`.
+          ConfigError: as `EarlyExitEngine.make`, and for another engine than "recompute".
         """
+        options = given_options(options)
+        require(
+            options.engine == "recompute",
+            "engine",
+            options.engine,
+            "must be 'recompute', whose segments can be loaded one by one",
+        )
         require_count("depth", depth)
         self.config, n = config, config.n_exits + 1
         self.slots = (slots,) * n if isinstance(slots, int) else tuple(slots)
@@ -64,7 +71,7 @@ class PartialModel(StepLoop):
         require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
         self.host = on_host(params, config)
         # All depths have the same buckets, so that each has one program, however it was reached.
-        options = (options or EngineOptions()).resolved(config, self.slots[0])
+        options = options.resolved(config, self.slots[0])
         self._options = dataclasses.replace(options, can_deepen=True)
         options = dataclasses.replace(self._options, num_segments=depth)
         engine = EarlyExitEngine.make(
