@@ -7,6 +7,7 @@ import functools
 from typing import Literal, get_args
 
 from eejax.common.errors import require, require_count, require_one_of
+from eejax.common.lengths import power_of_two
 from eejax.common.trees import size
 from eejax.kernels import call
 from eejax.models import exits, params
@@ -156,7 +157,7 @@ class EngineOptions:
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         # One row of the only slot runs in place.
         own = {1} if slots > 1 else {min(drafts + 1, most)} - {1}
-        return tuple(sorted({*own, *(powers or [1 << (most - 1).bit_length()])}))
+        return tuple(sorted({*own, *(powers or [power_of_two(most)])}))
 
 
 def given_options(options: EngineOptions | str | None) -> EngineOptions:

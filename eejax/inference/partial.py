@@ -9,11 +9,11 @@ import jax
 
 from eejax.common.errors import require, require_count
 from eejax.common.trees import Tree, nbytes
+from eejax.inference.decoding import default_plan
 from eejax.inference.deepening import deepen, more_weights, on_host, select_slots
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.options import EngineOptions, given_options
 from eejax.inference.request import RequestOutput
-from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler, StepLoop
 from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.inference.weights import Weights, unlayered_params
@@ -27,6 +27,8 @@ class PartialModel(StepLoop):
     new weights move to the device while requests run. The first step after they have arrived uses
     them, with keys and values filled in from the states kept behind the last segment. `shrink`
     frees segments at once; running requests start anew in the remaining ones.
+
+    Every depth and number of slots has its default plan.
 
     If fewer segments leave room for more requests, `slots` gives the number at each depth; when the
     model grows, the requests that came last are preempted.
@@ -178,7 +180,7 @@ class PartialModel(StepLoop):
             weights=weights,
             options=options,
             slots=slots,
-            plan=BatchPlan.make(depth, slots, options.buckets),
+            plan=default_plan(self.config, options, slots),
         )
         del old, weights
         self.scheduler.replace_engine(less, None, [-1] * slots)

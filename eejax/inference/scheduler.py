@@ -43,6 +43,9 @@ class ScheduledRequest:
       request: the request as it was added.
       row: the same as arrays of one row, as engines take it.
       order: its place in the queue, by priority and arrival.
+      finish: why it ended, None while it runs.
+      tokens: its tokens after the prompt.
+      slot: its slot, -1 without one.
       calls: calls in flight in which it has a slot.
       fresh: whether no token has come since it got its slot.
     """

@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from eejax.common.errors import require, require_count
+from eejax.common.lengths import power_of_two
 from eejax.inference import generate
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows, power_of_two
+from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows
 from eejax.models.config import ModelConfig
 
 STEPS_PER_CALL = 8  # default steps of a call, after which a scheduler decides again

@@ -449,7 +449,7 @@ class ModelConfig:
         """Return the sliding window of exit e's block."""
         return self.window(self.above(e))
 
-    def exit_rope(self, e: int) -> int:
+    def exit_rope(self, e: int) -> RopeKind:
         """Return the kind of rotary angles of exit e's block."""
         return self.rope(self.above(e))
 

@@ -38,7 +38,7 @@ def check_account(r, config, options):
         if below:
             tried = np.add.reduceat(drafted, starts)
             assert (run == run.astype(int)).all() and (run >= tried).all()
-    assert (r.prompt_lengths + r.lengths <= config.context_length).all()
+    assert ([len(p) for p in r.prompts] + r.lengths <= config.context_length).all()
 
 
 GEOMETRY = dict(
