@@ -1,12 +1,13 @@
-"""Checks of the fields of a model's configuration."""
+"""Checks of the fields of a model's configuration, and building it from a mapping."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
-from eejax.common.errors import require
+from eejax.common.errors import ConfigError, require
 
 
 def is_size(value: Any) -> bool:
@@ -46,3 +47,24 @@ def require_switches(config: Any) -> None:
         if f.type == "bool":
             field = f"{type(config).__name__}.{f.name}"
             require(isinstance(value, bool), field, value, "must be True or False")
+
+
+def build(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
+    """Return `cls(**values)`; raise `ConfigError` for unknown and missing fields."""
+    known = {f.name: f for f in dataclasses.fields(cls)}
+    where = where or cls.__name__
+    for name, value in values.items():
+        if name not in known:
+            raise ConfigError(
+                f"{where}.{name} = {value!r}: no such field. Known: {', '.join(known)}."
+            )
+    missing = [
+        n
+        for n, f in known.items()
+        if n not in values
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{where}: missing {', '.join(missing)}.")
+    return cls(**values)
