@@ -103,7 +103,7 @@ def serve(engine, prompts, limits, threshold, drafts: int, payoff=None, **kwargs
     from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
 
-    scheduler = Scheduler(engine, engine.config, payoff=payoff, **kwargs)
+    scheduler = Scheduler(engine, payoff=payoff, **kwargs)
     policy = ExitPolicy.make(engine.config, 1, threshold, drafts=drafts)
     begin = time.perf_counter()
     for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True)):

@@ -182,7 +182,7 @@ def serve(host, config, options, slots: int, context: int, rounds: int = 2) -> d
 
     engine = EarlyExitEngine.make(host, config, options, slots=slots, context=context)
     engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
-    scheduler = Scheduler(engine, config)
+    scheduler = Scheduler(engine)
     rng, policy = np.random.default_rng(0), ExitPolicy.make(config, 1, 0.5)
     for i in range(rounds * slots):
         prompt = rng.integers(0, config.vocab_size, PROMPT).tolist()

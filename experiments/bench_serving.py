@@ -114,7 +114,7 @@ def engine_process(pipe, workdir: str, own: dict) -> None:
             steps, clients = pipe.recv()
         except EOFError:
             return
-        scheduler = Scheduler(built.engine, built.config, steps=steps or STEPS_PER_CALL)
+        scheduler = Scheduler(built.engine, steps=steps or STEPS_PER_CALL)
         seconds, found = through_scheduler(scheduler, clients, policy)
         pipe.send((seconds, [built.tokenizer.decode(tokens) for tokens in found]))
 

@@ -93,7 +93,7 @@ def simulate(
     cap: int,
 ) -> dict[str, float]:
     """Return the speed relative to `full` of texts whose tokens left by these exits."""
-    from eejax.inference import latency
+    from eejax.experiments import latency
     from eejax.pipeline.partition import EVEN, partition
 
     if threshold == 1:  # exits that cannot fire are not evaluated

@@ -193,7 +193,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
     lines, ids = encoded(lines, tokenizer)
     engine, drafts = tuned(engine, [*ids.values()], stop_token_ids)
     payoff = Payoff() if _ENGINE.value == "auto" else None
-    scheduler = Scheduler(engine, engine.config, payoff=payoff)
+    scheduler = Scheduler(engine, payoff=payoff)
     of: dict[str, Line] = {}
     failed = 0
 

@@ -73,7 +73,7 @@ def of_layers(params, config, widths: Sequence[int]):
     import jax.numpy as jnp
 
     from eejax.analysis import interleave
-    from eejax.inference.latency import ForwardTimes
+    from eejax.experiments.latency import ForwardTimes
     from eejax.inference.segment import SegmentRunner
     from eejax.inference.weights import prepare
     from eejax.models.cache import init_cache

@@ -246,15 +246,10 @@ def launch(
     )
 
 
-# Triton has both of these, but typed as constants of a kernel.
+# Triton has this too, but typed as a constant of a kernel.
 def cdiv(a: int, b: int) -> int:
     """Return a / b rounded up, on the host."""
     return -(-a // b)
-
-
-def next_power_of_2(n: int) -> int:
-    """Return the least power of two that is at least n >= 1, on the host."""
-    return 1 << (n - 1).bit_length()
 
 
 def precision(dtype: Any) -> str:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from eejax.common.errors import require
+from eejax.common.lengths import padded_length
 from eejax.common.trees import Tree
 from eejax.helios.disagreement_bound import AnswerAudit
 from eejax.helios.quality import agreement_of, relative_to
@@ -50,7 +51,7 @@ class AnswerVerifier:
         if loaded is None:
             loaded = Weights((), _brought(unlayered_params(self._host, config, 0)))
         text = [*prompt, *tokens]
-        width = next(n for n in scoring.lengths(config.context_length + 1) if n >= len(text))
+        width = padded_length(len(text), config.context_length + 1)
         padded = np.zeros((1, width), np.int32)
         padded[0, : len(text)] = text
         # Early exits are not used, and differ from depth to depth.

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from eejax.common.errors import require_one_of
 from eejax.common.trees import Tree
 from eejax.inference.generate import STREAM_CHUNK, Decoder, GenerationParams, Generator
-from eejax.inference.options import EngineOptions
+from eejax.inference.options import EngineOptions, given_options
 from eejax.inference.payoff import Payoff
 from eejax.inference.result import GenerationResult
 from eejax.inference.state import DecodeRecord, EngineState
@@ -59,7 +59,7 @@ class AutoGenerator(Decoder):
         mesh: MeshConfig | Mesh | None = None,
     ) -> AutoGenerator:
         """Prepare a generator as `Generator.make`. Raises ConfigError also for another engine."""
-        options = EngineOptions(options) if isinstance(options, str) else options
+        options = given_options(options)
         require_one_of("engine", options.engine, ENGINES)
         return cls(Generator.make(params, config, options, mesh), payoff or Payoff())
 
@@ -81,7 +81,7 @@ class AutoGenerator(Decoder):
     def _decode(self, state: EngineState, n: int) -> tuple[EngineState, DecodeRecord]:
         program = (n, *(a.shape for a in jax.tree.leaves(state)))
         policy = state.request.policy
-        may_fire = np.asarray(policy.active) & (np.asarray(policy.thresholds) < 1)
+        matters = bool(policy.can_leave.any())
         off = np.full(state.token.shape, not self.payoff.next(program))
         state = state.replace(request=state.request.replace(policy=policy.replace(paused=off)))
         jax.block_until_ready(state)
@@ -91,6 +91,6 @@ class AutoGenerator(Decoder):
         first = program not in self.compiled
         self.compiled.add(program)
         tokens = int((np.asarray(record.exit) >= 0).sum())
-        idle = self.options.leaves_early and not bool(np.any(may_fire))
-        self.payoff.add(None if first or idle else seconds, tokens, program)
+        timed = not first and matters
+        self.payoff.add(seconds if timed else None, tokens, program)
         return state, record

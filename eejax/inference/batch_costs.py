@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
+from eejax.common.axes import DATA
 from eejax.common.errors import require, require_count
 from eejax.inference.batch_simulator import (
     EngineSizes,
@@ -30,6 +31,18 @@ from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.inference.state import RequestRows, WorkCounters
 
 THRESHOLDS = (0.0, 0.2, 0.4, 0.6, 1.0)
+
+
+def require_one_shard(engine: EarlyExitEngine) -> None:
+    """Raise ConfigError for slots on several data shards, whose counters are summed."""
+    shards = 1 if engine.mesh is None else engine.mesh.shape[DATA]
+    require(
+        shards == 1,
+        "mesh.data",
+        shards,
+        "must be 1 for an engine that is measured and planned for",
+        "Measure an engine with the slots of one data shard.",
+    )
 
 
 def work_between(after: WorkCounters, before: WorkCounters) -> WorkCounts:
@@ -55,8 +68,10 @@ def samples(
     """Measure calls of random work: a list of (work, seconds).
 
     Plans, thresholds, drafts and prompts are drawn at random. Plans change no text, and the engine
-    stays as it is. Raises ConfigError if there are no prompts or no calls.
+    stays as it is. Raises ConfigError if there are no prompts or no calls, and for several data
+    shards.
     """
+    require_one_shard(engine)
     require_count("calls", calls)
     require(len(prompts) > 0, "prompts", prompts, "must be one at least")
     rng = np.random.default_rng(seed)
@@ -111,14 +126,20 @@ def samples(
 def measure(engine: EarlyExitEngine, prompts: Sequence[Sequence[int]], **kwargs) -> StepCosts:
     """Measure the costs of an engine on this machine; arguments as `samples`."""
     last = engine.config.n_layers
-    ends = [min(stop, last) for stop in engine.config.exit_boundaries[: engine.num_segments]]
+    ends = [
+        min(boundary, last) for boundary in engine.config.exit_boundaries[: engine.num_segments]
+    ]
     depths = np.diff([0, *ends]).tolist()
     found = samples(engine, prompts, **kwargs)
     return fit(found, depths, engine.slots, engine.options.buckets)
 
 
 def engine_sizes(engine: EarlyExitEngine) -> EngineSizes:
-    """Return the sizes of an engine that `simulate` and `best_plan` need."""
+    """Return the sizes of an engine that `simulate` and `best_plan` need.
+
+    Raises ConfigError for an engine on several data shards.
+    """
+    require_one_shard(engine)
     options = engine.options
     return EngineSizes(
         slots=engine.slots,
@@ -167,7 +188,7 @@ def tune(
       rules: arguments of `ExitPolicy.make` but `drafts`, which are found.
 
     Raises:
-      ConfigError: as `prefill`, and where there are no prompts.
+      ConfigError: as `prefill`, where there are no prompts, and for several data shards.
     """
     traces = trace_requests(
         engine, prompts, new, stop_token_ids, **rules
@@ -190,6 +211,7 @@ def trace_requests(
     Where nothing was drafted from a token, it is unknown whether a draft would have been accepted.
     Such drafts are taken to be accepted as often as the others. Raises as `tune`.
     """
+    require_one_shard(engine)
     require(len(prompts) > 0, "prompts", prompts, "must be one at least")
     require_count("new", new)
     require("drafts" not in rules, "drafts", rules.get("drafts"), "must be left to the plan")

@@ -206,10 +206,7 @@ def simulate(
       ConfigError: for sizes, a plan or exits that do not match the costs.
     """
     require_count("steps", steps)
-    slots, buckets, drafts = engine.slots, engine.buckets, engine.drafts
-    cap, chunk, prompt_span = engine.cap, engine.chunk, engine.prompt_span
-    n = len(costs.depths) - 1
-    known = len(costs.layer) - 1
+    buckets, n, known = engine.buckets, len(costs.depths) - 1, len(costs.layer) - 1
     require(len(buckets) == known, "buckets", buckets, f"must be {known}, whose costs are known")
     require(
         np.shape(plan.packed) == (n + 1, known),
@@ -224,110 +221,170 @@ def simulate(
         f"exit {deepest}",
         f"must have exits in 0..{n}, whose costs are known",
     )
-    filled = np.zeros((slots, n + 1), int)
-    position, remaining, given, since, most = (np.zeros(slots, int) for _ in range(5))
-    holder, share = np.full(slots, -1), np.full(slots, INITIAL_ACCEPTANCE, np.float32)
-    waiting = iter(range(len(traces)))
-    emitted: list[list[float]] = [[] for _ in traces]
-    arrived = [0.0] * len(traces)
-    counts, now, clock, refilled = WorkCounts.blank(n + 1, len(buckets)), 0.0, 0, 0
-    guessed: set[tuple[int, int]] = set()  # (slot, row) whose next row reads a draft
-
-    def progress():
-        return SlotProgress(filled, position, remaining, given)
-
-    def decided(i: int, row: int, e: int) -> bool:
-        """Return whether the exits up to e decide what follows row `row` of slot i."""
-        trace = traces[holder[i]]
-        token = row - trace.prompt + 1
-        return token < len(trace.exits) and trace.exits[token] <= e
-
-    def begin(can_start: np.ndarray) -> None:
-        """Record that the next row reads a token that no exit has decided."""
-        for i in np.flatnonzero(can_start & (filled[:, 0] > position)).tolist():
-            row = int(filled[i, 0]) - 1
-            if not decided(i, row, int((filled[i] > row).sum()) - 1):
-                guessed.add((i, row))
-
-    def learn(tried: np.ndarray, right: np.ndarray, emits: np.ndarray) -> None:
-        """Learn how many drafts were right, of the slots that emitted tokens."""
-        share[emits] = update_acceptance(np, share, tried, right)[emits]
-
-    def commit_tokens() -> None:
-        """Emit decided tokens, as `engine_step.commit_tokens`."""
-        begun, tried, right = position.copy(), np.zeros(slots, int), np.zeros(slots, int)
-        for i in np.flatnonzero((remaining > 0) & (filled[:, 0] > position)).tolist():
-            trace = traces[holder[i]]
-            while remaining[i] and filled[i, 0] > position[i]:
-                seen = int((filled[i] > position[i]).sum()) - 1
-                if not decided(i, int(position[i]), seen):
-                    break
-                token = position[i] - trace.prompt + 1
-                drafted = (i, position[i]) in guessed
-                tried[i] += drafted
-                right[i] += drafted and trace.accepted[token]
-                guessed.discard((i, position[i]))
-                emitted[holder[i]].append(-1.0)  # its time is set when the step is over
-                position[i] += 1
-                remaining[i] -= 1
-                if drafted and not trace.accepted[token] and filled[i, 0] > position[i]:
-                    guessed.difference_update([(i, r) for r in range(position[i], filled[i, 0])])
-                    filled[i] = np.minimum(filled[i], position[i])
-        learn(tried, right, position > begun)
-
+    simulation = _Simulation(traces, plan, costs, engine)
+    refilled = 0
     while True:
-        if (clock - refilled) % steps == 0 or not (remaining > 0).any():
-            refilled = clock
-            for i in np.flatnonzero(remaining == 0):
-                holder[i] = r = next(waiting, -1)
-                filled[i], given[i], position[i] = 0, 0, 0
-                if r >= 0:
-                    trace = traces[r]
-                    given[i], position[i] = trace.prompt, trace.prompt - 1
-                    remaining[i], most[i] = len(trace.exits), min(trace.drafts, drafts)
-                    since[i], arrived[r], share[i] = clock, now, INITIAL_ACCEPTANCE
-        if not (remaining > 0).any():
-            break
-        work = WorkCounts.blank(n + 1, len(buckets))
+        if (simulation.clock - refilled) % steps == 0 or not simulation.live:
+            refilled = simulation.clock
+            simulation.fill_slots()
+        if not simulation.live:
+            return simulation.result
+        simulation.step()
+
+
+class _Simulation:
+    """Slots and their requests, which `simulate` runs step by step.
+
+    Arrays are [slots], `filled` [slots, segments]. A slot's request is `holder`, -1 where none is.
+    `guessed` has (slot, row) where the row behind this one reads a draft.
+    """
+
+    def __init__(
+        self,
+        traces: Sequence[RequestTrace],
+        plan: BatchPlan,
+        costs: StepCosts,
+        engine: EngineSizes,
+    ):
+        self.traces, self.plan, self.costs, self.engine = traces, plan, costs, engine
+        self.segments, slots = len(costs.depths), engine.slots
+        self.filled = np.zeros((slots, self.segments), int)
+        zeros = (np.zeros(slots, int) for _ in range(5))
+        self.position, self.remaining, self.prompt_len, self.since, self.max_drafts = zeros
+        self.holder = np.full(slots, -1)
+        self.acceptance = np.full(slots, INITIAL_ACCEPTANCE, np.float32)
+        self.guessed: set[tuple[int, int]] = set()
+        self.waiting = iter(range(len(traces)))
+        self.emitted: list[list[float]] = [[] for _ in traces]
+        self.arrived = [0.0] * len(traces)
+        self.counts, self.now, self.clock = self._no_work(), 0.0, 0
+
+    def _no_work(self) -> WorkCounts:
+        return WorkCounts.blank(self.segments, len(self.engine.buckets))
+
+    @property
+    def live(self) -> bool:
+        """True if a slot has a request that is not finished."""
+        return bool((self.remaining > 0).any())
+
+    @property
+    def progress(self) -> SlotProgress:
+        return SlotProgress(self.filled, self.position, self.remaining, self.prompt_len)
+
+    @property
+    def result(self) -> SimulatedBatch:
+        return SimulatedBatch(self.emitted, self.arrived, self.counts, self.now)
+
+    def fill_slots(self) -> None:
+        """Start waiting requests in free slots."""
+        for i in np.flatnonzero(self.remaining == 0):
+            self.holder[i] = r = next(self.waiting, -1)
+            self.filled[i], self.prompt_len[i], self.position[i] = 0, 0, 0
+            if r >= 0:
+                trace = self.traces[r]
+                self.prompt_len[i], self.position[i] = trace.prompt, trace.prompt - 1
+                self.remaining[i] = len(trace.exits)
+                self.max_drafts[i] = min(trace.drafts, self.engine.drafts)
+                self.since[i], self.arrived[r] = self.clock, self.now
+                self.acceptance[i] = INITIAL_ACCEPTANCE
+
+    def step(self) -> None:
+        """Run an engine step, as `engine_step.engine_step`."""
+        work = self._no_work()
         work.steps = 1
-        allowed = best_drafts(np, share, plan.draft_cost, most, drafts)
-        for e in range(n + 1):
-            at = progress()
-            before = position.copy(), at.next_segment
-            can_start = at.can_start(cap, allowed)
-            if e == 0:
-                begin(can_start)
-            demand = segment_demand(np, e, at, cap, can_start)
-            batch = select_batch(np, plan, e, buckets, engine.span, demand, clock - since)
-            if batch.mode:
-                work.runs[e, batch.mode - IN_PLACE] += 1
-                work.spans[e] += batch.spans if batch.mode >= PACKED else 0
-                filled[:, e] += batch.rows
-                commit_tokens()
-            moved = (position != before[0]) | (progress().next_segment != before[1])
-            since[moved] = clock
-        in_prefill = progress().in_prefill
-        if in_prefill.any():
-            count, _ = select_prefill(np, progress(), since, chunk)
-            done = in_prefill & (filled[:, 0] + count == given)
-            work.chunks, work.chunk_spans = 1, int((-(-count // min(prompt_span, chunk))).sum())
-            filled += count[:, None]
-            learn(np.zeros(slots, int), np.zeros(slots, int), done)
-            for i in np.flatnonzero(done):
-                emitted[holder[i]].append(-1.0)
-                position[i] += 1
-                remaining[i] -= 1
-                since[i] = clock
-        now += costs.seconds(work)
-        clock += 1
-        for times in (emitted[r] for r in holder if r >= 0):
+        cost, most = self.plan.draft_cost, self.engine.drafts
+        drafts = best_drafts(np, self.acceptance, cost, self.max_drafts, most)
+        for e in range(self.segments):
+            self._advance_segment(e, drafts, work)
+        if self.progress.in_prefill.any():
+            self._advance_prefill(work)
+        self.now += self.costs.seconds(work)
+        self.clock += 1
+        for times in (self.emitted[r] for r in self.holder if r >= 0):
             for j in range(len(times) - 1, -1, -1):
                 if times[j] >= 0:
                     break
-                times[j] = now
+                times[j] = self.now
         for name in ("runs", "spans", "chunks", "chunk_spans", "steps"):
-            setattr(counts, name, getattr(counts, name) + getattr(work, name))
-    return SimulatedBatch(emitted, arrived, counts, now)
+            setattr(self.counts, name, getattr(self.counts, name) + getattr(work, name))
+
+    def _advance_segment(self, e: int, drafts: np.ndarray, work: WorkCounts) -> None:
+        """Run segment e for the slots that the schedule selects, each with at most its `drafts`."""
+        engine, before = self.engine, self.progress
+        position, next_segment = self.position.copy(), before.next_segment
+        can_start = before.can_start(engine.cap, drafts)
+        if e == 0:
+            self._begin_rows(can_start)
+        demand = segment_demand(np, e, before, engine.cap, can_start)
+        waited = self.clock - self.since
+        batch = select_batch(np, self.plan, e, engine.buckets, engine.span, demand, waited)
+        if batch.mode:
+            work.runs[e, batch.mode - IN_PLACE] += 1
+            work.spans[e] += batch.spans if batch.mode >= PACKED else 0
+            self.filled[:, e] += batch.rows
+            self._commit_tokens()
+        moved = (self.position != position) | (self.progress.next_segment != next_segment)
+        self.since[moved] = self.clock
+
+    def _advance_prefill(self, work: WorkCounts) -> None:
+        """Run a chunk of prompts."""
+        chunk, progress = self.engine.chunk, self.progress
+        count, _ = select_prefill(np, progress, self.since, chunk)
+        done = progress.in_prefill & (self.filled[:, 0] + count == self.prompt_len)
+        spans = -(-count // min(self.engine.prompt_span, chunk))
+        work.chunks, work.chunk_spans = 1, int(spans.sum())
+        self.filled += count[:, None]
+        none = np.zeros(self.engine.slots, int)
+        self._learn(none, none, done)
+        for i in np.flatnonzero(done).tolist():
+            self._emit(i)
+            self.since[i] = self.clock
+
+    def _emit(self, i: int) -> None:
+        """Emit a token of slot i; its time is set when the step is over."""
+        self.emitted[self.holder[i]].append(-1.0)
+        self.position[i] += 1
+        self.remaining[i] -= 1
+
+    def _decided(self, i: int, row: int) -> bool:
+        """Return whether the exits above row `row` of slot i have decided what follows it."""
+        trace, e = self.traces[self.holder[i]], int((self.filled[i] > row).sum()) - 1
+        token = row - trace.prompt + 1
+        return token < len(trace.exits) and trace.exits[token] <= e
+
+    def _begin_rows(self, can_start: np.ndarray) -> None:
+        """Record that the next row reads a token that no exit has decided."""
+        for i in np.flatnonzero(can_start & (self.filled[:, 0] > self.position)).tolist():
+            row = int(self.filled[i, 0]) - 1
+            if not self._decided(i, row):
+                self.guessed.add((i, row))
+
+    def _learn(self, tried: np.ndarray, right: np.ndarray, emits: np.ndarray) -> None:
+        """Learn how many drafts were right, of the slots that emitted tokens."""
+        self.acceptance[emits] = update_acceptance(np, self.acceptance, tried, right)[emits]
+
+    def _commit_tokens(self) -> None:
+        """Emit decided tokens, as `engine_step.commit_tokens`."""
+        filled, position = self.filled, self.position
+        begun = position.copy()
+        tried, right = (np.zeros(self.engine.slots, int) for _ in range(2))
+        for i in np.flatnonzero((self.remaining > 0) & (filled[:, 0] > position)).tolist():
+            trace = self.traces[self.holder[i]]
+            while self.remaining[i] and filled[i, 0] > position[i]:
+                row = int(position[i])
+                if not self._decided(i, row):
+                    break
+                drafted = (i, row) in self.guessed
+                accepted = drafted and trace.accepted[row - trace.prompt + 1]
+                tried[i] += drafted
+                right[i] += accepted
+                self.guessed.discard((i, row))
+                self._emit(i)
+                if drafted and not accepted and filled[i, 0] > position[i]:
+                    rejected = range(position[i], filled[i, 0])
+                    self.guessed.difference_update([(i, r) for r in rejected])
+                    filled[i] = np.minimum(filled[i], position[i])
+        self._learn(tried, right, position > begun)
 
 
 def fit(

@@ -17,9 +17,9 @@ from jax import lax
 
 from eejax.common.errors import require
 from eejax.common.trees import Tree
+from eejax.inference.decoding import default_plan
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.engine_step import PROMPT_SPAN
-from eejax.inference.schedule import BatchPlan
 from eejax.inference.segment import SegmentRunner
 from eejax.inference.state import EngineState
 from eejax.inference.weights import Weights, colocate, unlayered_params
@@ -64,9 +64,10 @@ def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) 
 def select_slots(engine: EarlyExitEngine, state: EngineState, rows: Sequence[int]):
     """Return (engine, state) with the slots `rows`, in this order; a slot may be repeated.
 
-    The old state is freed array by array, so that little more than one state exists at a time.
+    The plan is the default one of so many slots. The old state is freed array by array, so that
+    little more than one state exists at a time.
     """
-    plan = BatchPlan.make(engine.num_segments, len(rows), engine.options.buckets)
+    plan = default_plan(engine.config, engine.options, len(rows))
     other = dataclasses.replace(engine, slots=len(rows), plan=plan)
     chosen = jnp.asarray(rows)
 
@@ -89,12 +90,12 @@ def _rows(a, rows, *, slots: int):
 
 
 def deepen(
-    engine: EarlyExitEngine, state: EngineState, weights: Weights, plan: BatchPlan | None = None
+    engine: EarlyExitEngine, state: EngineState, weights: Weights
 ) -> tuple[EarlyExitEngine, EngineState]:
     """Return the engine with more segments, and its state, as if it had always had them.
 
-    Emitted tokens stay as they are. One program is compiled for each pair of depths. Raises
-    ConfigError if the states that it needs were not kept.
+    The plan is the default one of so many segments. Emitted tokens stay as they are. One program is
+    compiled for each pair of depths. Raises ConfigError if the states that it needs were not kept.
     """
     depth, options = len(weights.segments), engine.options
     boundary = state.boundary
@@ -106,9 +107,8 @@ def deepen(
     )
     assert boundary is not None
     require(engine.mesh is None, "mesh", engine.mesh, "must be None for an engine that grows")
-    if plan is None:
-        plan = BatchPlan.make(depth, engine.slots, options.buckets)
     options = dataclasses.replace(options, num_segments=depth)
+    plan = default_plan(engine.config, options, engine.slots)
     grown = dataclasses.replace(engine, weights=weights, options=options, plan=plan)
     keep, have = depth <= engine.config.n_exits, engine.num_segments
     segments, blocks, above = _filled(

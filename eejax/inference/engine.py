@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
 from eejax.common.errors import require
+from eejax.common.lengths import power_of_two
 from eejax.common.trees import Tree
 from eejax.inference import sharded
 from eejax.inference.decoding import decode, default_plan
@@ -22,7 +23,7 @@ from eejax.inference.options import EngineOptions, engine_config, engine_options
 from eejax.inference.schedule import INITIAL_ACCEPTANCE, BatchPlan
 from eejax.inference.segment_branches import SPAN
 from eejax.inference.slot_engine import STEPS_PER_CALL, SlotEngineBase, check_slots
-from eejax.inference.state import DecodeRecord, EngineState, RequestRows, blank, power_of_two
+from eejax.inference.state import DecodeRecord, EngineState, RequestRows, blank
 from eejax.inference.weights import Weights, colocate, prepare
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
@@ -182,10 +183,6 @@ class EarlyExitEngine(SlotEngineBase):
     @property
     def _static(self) -> dict:
         return dict(config=self.config, options=self.options)
-
-    @property
-    def takes_logits_params(self) -> bool:
-        return self.options.logits_params
 
     @property
     def num_segments(self) -> int:

@@ -237,6 +237,48 @@ def _replace_from(state: EngineState, e: int, changed: tuple) -> EngineState:
     return state if prompt is None else state.replace(prompt=prompt)
 
 
+def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
+    """Return the pending rows with the input of each slot's next row, for the first segment.
+
+    A row reads the last emitted token or, behind a pending row, that row's draft.
+    """
+    filled, pending = state.cache.filled[:, 0], state.pending
+    behind = filled > state.position
+    reads = jnp.where(behind, at_position(pending.token, filled - 1), state.token)
+    input_token = jnp.where(can_start, reads, at_position(pending.input_token, filled))
+    m = pending.input_token.shape[1]
+    own = jnp.arange(m)[None] == (filled[:, None] % m)  # XLA fuses comparisons, not a scatter
+    if m > 1:
+        guess = can_start & behind & (at_position(pending.exit, filled - 1) < 0)
+        before_own = jnp.arange(m)[None] == ((filled[:, None] - 1) % m)
+        drafted = jnp.where(before_own & guess[:, None], 1, pending.drafted)
+        pending = pending.replace(drafted=drafted)
+    return pending.replace(input_token=jnp.where(own, input_token[:, None], pending.input_token))
+
+
+def _run_batch(runner, options, state, e, demand, branches, carry, prompts):
+    """Select the rows that run segment e, and run them: (`SegmentBatch`, the changed carry)."""
+    slots = state.token.shape[0]
+    # All unfinished requests run it in every step, and a conditional takes time.
+    always = slots == 1 and state.pending.input_token.shape[1] == 1
+    if e == 0 and not prompts and (runner.last == 0 or always):
+        ready = demand.ready.astype(jnp.int32)
+        batch = SegmentBatch(jnp.int32(IN_PLACE), ready, None, jnp.int32(0))
+        return batch, branches.in_place(ready, *carry)
+    waited = state.clock - state.since
+    batch = select_batch(jnp, state.plan, e, options.buckets, SPAN, demand, waited)
+    # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
+    ways = [partial(branches.in_place, batch.rows)]
+    # The first segment runs one row of a slot, which needs no bucket beyond their number.
+    first = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
+    for size in options.buckets if e else options.buckets[:first]:
+        if slots == 1:  # at most `cap` of its rows wait, and there is no room for more
+            ways.append(partial(branches.only_slot, min(size, options.cap), batch.rows))
+        else:
+            ways.append(partial(branches.packed, size, batch))
+    return batch, run_branch(batch.mode, ways, carry)
+
+
 def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     """Run segment e for the slots that the schedule selects, and commit what is decided.
 
@@ -247,30 +289,7 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     filled, can_start = state.cache.filled, state.can_start(cap, drafts)
     before = state.position, state.progress.next_segment
     if e == 0:
-        # A row reads the last emitted token or, behind a pending row, that row's draft.
-        reads = jnp.where(
-            filled[:, 0] > state.position,
-            at_position(state.pending.token, filled[:, 0] - 1),
-            state.token,
-        )
-        input_token = jnp.where(
-            can_start, reads, at_position(state.pending.input_token, filled[:, 0])
-        )
-        pending, m = state.pending, state.pending.input_token.shape[1]
-        own = jnp.arange(m)[None] == (filled[:, :1] % m)  # XLA fuses comparisons, not a scatter
-        if m > 1:
-            guess = (
-                can_start
-                & (filled[:, 0] > state.position)
-                & (at_position(pending.exit, filled[:, 0] - 1) < 0)
-            )
-            before_own = jnp.arange(m)[None] == ((filled[:, :1] - 1) % m)
-            drafted = jnp.where(before_own & guess[:, None], 1, pending.drafted)
-            pending = pending.replace(drafted=drafted)
-        pending = pending.replace(
-            input_token=jnp.where(own, input_token[:, None], pending.input_token)
-        )
-        state = state.replace(pending=pending)
+        state = state.replace(pending=_begin_rows(state, can_start))
     demand = segment_demand(jnp, e, state.progress, cap, can_start)
     no_ring = jnp.zeros((slots, 0, 0))
     below = state.waiting[e - 1] if e else no_ring
@@ -278,25 +297,8 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     above = state.waiting[e] if e < n else top
     branches = SegmentBranches(runner, state, e, below)
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
-    # All unfinished requests run it in every step, and a conditional takes time.
-    always = slots == 1 and state.pending.input_token.shape[1] == 1
-    if e == 0 and not prompts and (n == 0 or always):
-        ready = demand.ready.astype(jnp.int32)
-        batch = SegmentBatch(jnp.int32(IN_PLACE), ready, None, jnp.int32(0))
-        pending, above, kvs, block = branches.in_place(ready, *carry)
-    else:
-        waited = state.clock - state.since
-        batch = select_batch(jnp, state.plan, e, options.buckets, SPAN, demand, waited)
-        # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
-        ways = [partial(branches.in_place, batch.rows)]
-        # The first segment runs one row of a slot, which needs no bucket beyond their number.
-        first = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
-        for size in options.buckets if e else options.buckets[:first]:
-            if slots == 1:  # at most `cap` of its rows wait, and there is no room for more
-                ways.append(partial(branches.only_slot, min(size, cap), batch.rows))
-            else:
-                ways.append(partial(branches.packed, size, batch))
-        pending, above, kvs, block = run_branch(batch.mode, ways, carry)
+    ran = _run_batch(runner, options, state, e, demand, branches, carry, prompts)
+    batch, (pending, above, kvs, block) = ran
 
     def swap(tree, new):
         return (*tree[:e], new, *tree[e + 1 :])

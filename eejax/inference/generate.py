@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
 from eejax.common.errors import ConfigError, require, require_count
+from eejax.common.lengths import padded_length, power_of_two
 from eejax.common.trees import Tree
 from eejax.inference import posthoc, sharded
 from eejax.inference.decoding import decode, default_plan
@@ -25,7 +26,7 @@ from eejax.inference.request import FinishReason
 from eejax.inference.result import Collector, GenerationResult
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.segment_branches import SPAN
-from eejax.inference.state import DecodeRecord, EngineState, RequestRows, power_of_two
+from eejax.inference.state import DecodeRecord, EngineState, RequestRows
 from eejax.inference.weights import Weights, prepare
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch
@@ -92,7 +93,7 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def _decode(self, state: Any, n: int) -> tuple[Any, DecodeRecord]:
-        """Decode up to n more tokens of every request: (state, records [n, b])."""
+        """Run up to n steps: (state, records [n (drafts + 1), b])."""
 
     def generate(
         self,
@@ -150,7 +151,7 @@ class Decoder(abc.ABC):
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         rules: dict[str, Any] = {k: v for k, v in params.items() if k in EXIT_RULES}
         if not options.leaves_early:
-            rules = {k: v for k, v in rules.items() if k == "decay"}
+            rules = {}
         policy = ExitPolicy.make(config, b, **rules, drafts=options.max_drafts)
         drawn: dict[str, Any] = {k: v for k, v in params.items() if k in SAMPLING}
         sampling = SamplingParams.make(b, **drawn)
@@ -181,7 +182,7 @@ class Decoder(abc.ABC):
     def _pad(self, prompts) -> tuple[np.ndarray, np.ndarray]:
         check_prompts(prompts, self.config, self.config.context_length)
         lengths = np.array([len(p) for p in prompts], np.int32)
-        width = min(prompt_width(int(lengths.max())), self.config.context_length)
+        width = padded_length(int(lengths.max()), self.config.context_length)
         tokens = np.zeros((len(prompts), width), np.int32)
         for row, p in zip(tokens, prompts, strict=True):
             row[: len(p)] = p
@@ -299,11 +300,6 @@ class Generator(Decoder):
 def decode_size(steps: int) -> int:
     """Return the steps that a decoding loop of `steps` is compiled for."""
     return max(DECODE_STEPS, power_of_two(steps))
-
-
-def prompt_width(tokens: int) -> int:
-    """Return the width that prompts are padded to when the longest has `tokens` tokens."""
-    return max(16, power_of_two(tokens))
 
 
 def cache_length(tokens: int, options: EngineOptions) -> int:

@@ -7,6 +7,7 @@ import functools
 from typing import Literal, get_args
 
 from eejax.common.errors import require, require_count, require_one_of
+from eejax.common.lengths import power_of_two
 from eejax.common.trees import size
 from eejax.kernels import call
 from eejax.models import exits, params
@@ -156,18 +157,27 @@ class EngineOptions:
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         # One row of the only slot runs in place.
         own = {1} if slots > 1 else {min(drafts + 1, most)} - {1}
-        return tuple(sorted({*own, *(powers or [1 << (most - 1).bit_length()])}))
+        return tuple(sorted({*own, *(powers or [power_of_two(most)])}))
 
 
-def engine_options(options: EngineOptions | str | None) -> EngineOptions:
-    """Return the options of an engine without stages; a name stands for its default options.
+def given_options(options: EngineOptions | str | None) -> EngineOptions:
+    """Return options; a name stands for an engine's default options, None for "recompute".
 
-    Raises ConfigError for another type, and for the engine "pipelined".
+    Raises ConfigError for another type.
     """
     options = EngineOptions() if options is None else options
     options = EngineOptions(engine=options) if isinstance(options, str) else options
     allowed = "must be EngineOptions, or the name of an engine"
     require(isinstance(options, EngineOptions), "options", options, allowed)
+    return options
+
+
+def engine_options(options: EngineOptions | str | None) -> EngineOptions:
+    """Return the options of an engine without stages, as `given_options`.
+
+    Raises ConfigError also for the engine "pipelined".
+    """
+    options = given_options(options)
     require(
         options.engine != PIPELINED,
         "engine",
@@ -201,7 +211,8 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
         )
         config = config.replace(exits=(config.exits[options.draft_exit],))
     most = config.context_length
-    used = dict(recompute=("cap", "drafts"), pipelined=("cap",), speculative=("drafts",))
+    both = ("cap", "drafts")
+    used = dict(recompute=both, pipelined=("cap",), speculative=both)
     for name in (*used.get(options.engine, ()), "chunk"):
         rows = getattr(options, name)
         allowed = f"must be at most {most}, the model's context_length"

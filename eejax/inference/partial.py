@@ -9,11 +9,11 @@ import jax
 
 from eejax.common.errors import require, require_count
 from eejax.common.trees import Tree, nbytes
+from eejax.inference.decoding import default_plan
 from eejax.inference.deepening import deepen, more_weights, on_host, select_slots
 from eejax.inference.engine import EarlyExitEngine
-from eejax.inference.options import EngineOptions
+from eejax.inference.options import EngineOptions, given_options
 from eejax.inference.request import RequestOutput
-from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler, StepLoop
 from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.inference.weights import Weights, unlayered_params
@@ -27,6 +27,8 @@ class PartialModel(StepLoop):
     new weights move to the device while requests run. The first step after they have arrived uses
     them, with keys and values filled in from the states kept behind the last segment. `shrink`
     frees segments at once; running requests start anew in the remaining ones.
+
+    Every depth and number of slots has its default plan.
 
     If fewer segments leave room for more requests, `slots` gives the number at each depth; when the
     model grows, the requests that came last are preempted.
@@ -54,8 +56,15 @@ class PartialModel(StepLoop):
           options: `num_segments` and `can_deepen` are set here.
 
         Raises:
-          ConfigError: as `EarlyExitEngine.make`.
+          ConfigError: as `EarlyExitEngine.make`, and for another engine than "recompute".
         """
+        options = given_options(options)
+        require(
+            options.engine == "recompute",
+            "engine",
+            options.engine,
+            "must be 'recompute', whose segments can be loaded one by one",
+        )
         require_count("depth", depth)
         self.config, n = config, config.n_exits + 1
         self.slots = (slots,) * n if isinstance(slots, int) else tuple(slots)
@@ -64,14 +73,14 @@ class PartialModel(StepLoop):
         require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
         self.host = on_host(params, config)
         # All depths have the same buckets, so that each has one program, however it was reached.
-        options = (options or EngineOptions()).resolved(config, self.slots[0])
+        options = options.resolved(config, self.slots[0])
         self._options = dataclasses.replace(options, can_deepen=True)
         options = dataclasses.replace(self._options, num_segments=depth)
         engine = EarlyExitEngine.make(
             self.host, config, options, slots=self.slots[depth - 1], context=context
         )
         engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
-        self.scheduler = Scheduler(engine, config, steps=steps)
+        self.scheduler = Scheduler(engine, steps=steps)
         self._coming: Weights | None = None
 
     @property
@@ -171,7 +180,7 @@ class PartialModel(StepLoop):
             weights=weights,
             options=options,
             slots=slots,
-            plan=BatchPlan.make(depth, slots, options.buckets),
+            plan=default_plan(self.config, options, slots),
         )
         del old, weights
         self.scheduler.replace_engine(less, None, [-1] * slots)

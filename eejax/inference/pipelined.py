@@ -32,7 +32,7 @@ from eejax.gates.confidence import Memory
 from eejax.inference import sharded
 from eejax.inference import state as s
 from eejax.inference.generate import Decoder, decode_size
-from eejax.inference.options import PIPELINED, EngineOptions, engine_config
+from eejax.inference.options import PIPELINED, EngineOptions, engine_config, given_options
 from eejax.inference.policy import Emission
 from eejax.inference.stages import (
     DecodingStage,
@@ -404,7 +404,7 @@ class PipelinedGenerator(Decoder):
         Raises:
           ConfigError: if the mesh needs more devices than there are, or does not fit the model.
         """
-        options = EngineOptions(options) if isinstance(options, str) else options
+        options = given_options(options)
         require(
             options.engine == PIPELINED,
             "engine",

@@ -1,4 +1,4 @@
-"""An `engine.Engine` on the stages of a mesh that decodes as `pipelined` does.
+"""A `slot_engine.Engine` on the stages of a mesh that decodes as `pipelined` does.
 
 Requests are independent streams on every stage. A request that joins takes its slot's rows of all
 that a stage keeps: keys and values, its progress, and the tokens in its inbox.
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
+from eejax.common.lengths import padded_lengths
 from eejax.common.trees import Tree
 from eejax.inference import pipelined, sharded
 from eejax.inference.options import PIPELINED, EngineOptions
@@ -31,12 +32,10 @@ from eejax.models.config import ModelConfig
 from eejax.pipeline.partition import EVEN
 from eejax.sharding.mesh import MeshConfig, check_batch
 
-MIN_WIDTH = 16  # the shortest prompts are padded to this
-
 
 @dataclasses.dataclass(frozen=True)
 class PipelinedSlotEngine(SlotEngineBase):
-    """An `engine.Engine` for "pipelined"; prompts run when they arrive.
+    """A `slot_engine.Engine` for "pipelined"; prompts run when they arrive.
 
     One program is compiled for every n of `generate`, one of `prefill` and `insert` for every power
     of two of prompts, and one of `free`. Prompts run at the smallest of a few widths, chosen on the
@@ -103,8 +102,7 @@ def _run_at_width(run: Callable[[jax.Array], Any], tokens: jax.Array, start: jax
     start [n]: tokens of each prompt. The width is one of a few, chosen on the device.
     """
     context = tokens.shape[1]
-    widths = [MIN_WIDTH << i for i in range(context.bit_length()) if MIN_WIDTH << i < context]
-    widths.append(context)
+    widths = padded_lengths(context)
 
     def cut(width):
         return lambda tokens: run(tokens[:, :width])

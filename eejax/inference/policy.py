@@ -60,7 +60,7 @@ class ExitPolicy(struct.PyTreeNode):
         negative where they stay constant.
       prefill_exit: [b] bool, an early exit may emit the first token, which comes from the prompt's
         pass. That pass runs all layers either way.
-      paused: [b] bool, no exit fires and none drafts (set by `auto.AutoGenerator`).
+      paused: [b] bool, no exit fires and none drafts (set by `AutoGenerator` and `Scheduler`).
       drafts: [b] int32, tokens that the first exit may draft past an undecided one, as far as
         `EngineOptions.drafts` leaves room. Drafts change no text.
     """
@@ -149,6 +149,12 @@ class ExitPolicy(struct.PyTreeNode):
             rows(False, bool),
             rows(ahead, np.int32),
         )
+
+    @property
+    def can_leave(self) -> np.ndarray:
+        """[b] bool on the host, whether an exit could fire or draft, unless it is paused."""
+        fires = np.asarray(self.active) & (np.asarray(self.thresholds) < 1)
+        return fires.any(-1) | (np.asarray(self.drafts) > 0)
 
     def may_fire(self, e: int) -> jax.Array:
         """Return [b] bool, whether exit e can fire at all."""

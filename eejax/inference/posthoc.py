@@ -15,7 +15,14 @@ from eejax.inference.options import EngineOptions
 from eejax.inference.policy import Emission
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.segment import SegmentRunner
-from eejax.inference.state import DecodeRecord, EngineState, RequestRows, advance, blank
+from eejax.inference.state import (
+    DecodeRecord,
+    EngineState,
+    RequestRows,
+    advance,
+    blank,
+    newest_row,
+)
 from eejax.inference.weights import Weights
 from eejax.models.cache import KVCache
 from eejax.models.config import ModelConfig
@@ -55,9 +62,6 @@ def _pass(
     """
     x, b = rows.x, rows.x.shape[0]
 
-    def newest(a):
-        return jnp.take_along_axis(a, rows.row[:, None, None], 1)[:, 0]
-
     emission, memory = runner.undecided(b), Memory.blank(x[:, 0])
     measure, everyone = options.engine == "posthoc", jnp.full((b,), True)
     segments, blocks = [], []
@@ -66,7 +70,8 @@ def _pass(
         segments.append(kvs)
         blocks.append(block)
         allowed = everyone if e == runner.last else rows.early
-        look = runner.exit_input(e, newest(x), newest(h), allowed, rows.position, request)
+        states = newest_row(x, rows.row), newest_row(h, rows.row)
+        look = runner.exit_input(e, *states, allowed, rows.position, request)
         emission, memory = runner.decide(emission, memory, look, measure=measure)
     filled = cache.filled + rows.real[:, None]
     return KVCache(tuple(segments), tuple(blocks), filled), emission

@@ -50,7 +50,8 @@ class EngineRequest:
       request_id: unique among unfinished requests.
       prompt: token ids.
       max_tokens: maximum tokens to generate.
-      policy: exit rules of one request. None: no exit. The models of a fleet have their own.
+      policy: exit rules of one request. None: no early exit emits, and as many tokens are drafted
+        as the engine can. The models of a fleet have their own.
       sampling: sampling of one request. None: greedy.
       logits_params: penalties and biases of one request, or None.
       stop_token_ids: tokens that end it.

@@ -71,11 +71,6 @@ class GenerationResult:
         return np.where(self.exits < 0, -1, np.asarray(self.exit_boundaries)[self.exits])
 
     @property
-    def prompt_lengths(self) -> np.ndarray:
-        """Number of tokens of each prompt, [b]."""
-        return np.array([len(prompt) for prompt in self.prompts])
-
-    @property
     def finished(self) -> np.ndarray:
         return np.array([bool(f) for f in self.finish])
 
@@ -88,13 +83,15 @@ class GenerationResult:
         valid = self.exits >= 0
         total = int(valid.sum())
         lines = [f"{total} tokens, {self.layers[valid].mean():.2f} of {self.n_layers} layers each"]
-        for e, stop in enumerate(self.exit_boundaries):
+        for e, boundary in enumerate(self.exit_boundaries):
             here = self.exits == e
             n = int(here.sum())
             confidence = f"{self.confidences[here].mean():.3f}" if n else "  -  "
             name = "final" if e == self.n_exits else "exit "
             share = n / max(total, 1)
-            lines.append(f"  {name} {stop:2d}  {n:6d} tokens {share:6.1%}  confidence {confidence}")
+            lines.append(
+                f"  {name} {boundary:2d}  {n:6d} tokens {share:6.1%}  confidence {confidence}"
+            )
         if drafted := int(self.drafted.sum()):
             accepted = int(self.accepted.sum())
             lines.append(f"  {accepted} of {drafted} drafts accepted ({accepted / drafted:.1%})")
@@ -112,7 +109,7 @@ class GenerationResult:
 
         For example "exit 3: 12, exit 8: 4, final 12: 9". Without `colors` it is plain text.
         """
-        names = [f"exit {stop}" for stop in self.exit_boundaries[:-1]] + [
+        names = [f"exit {boundary}" for boundary in self.exit_boundaries[:-1]] + [
             f"final {self.exit_boundaries[-1]}"
         ]
         counted = [f"{name}: {int((self.exits == e).sum())}" for e, name in enumerate(names)]
@@ -204,10 +201,10 @@ class Collector:
             steps = np.flatnonzero(new.exit[i] >= 0)[: self._all.exit.shape[1] - before]
             bad = np.flatnonzero(~np.isfinite(new.logprob[i, steps]))
             if len(bad):
-                stop = self._config.exit_boundaries[new.exit[i, steps[bad[0]]]]
+                boundary = self._config.exit_boundaries[new.exit[i, steps[bad[0]]]]
                 raise FloatingPointError(
                     f"logits of request {i} are not finite at new token {before + bad[0]}, exit"
-                    f" {stop}: check the checkpoint's parameters"
+                    f" {boundary}: check the checkpoint's parameters"
                 )
             ids += new.token[i, steps].tolist()
             end = self._end(i, before)

@@ -97,7 +97,7 @@ def restrict(logits: jax.Array, sampling: SamplingParams) -> jax.Array:
         return jnp.sum(rows.astype(jnp.int32), -1)
 
     kth = _least(lambda r: count(rank[:, None] > r[:, :, None]) < k[:, None], rank)
-    # Of tokens that tie for the k-th place, the first ones fill the remaining places.
+    # Tokens tied for the k-th place all stay; together they count as the places that are left.
     above, tied = rank > kth[:, None], rank == kth[:, None]
     room = (k - count(above)) / jnp.maximum(count(tied), 1)
     ratio = jnp.exp(y)  # to the most likely token

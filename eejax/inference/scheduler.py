@@ -23,7 +23,6 @@ import numpy as np
 from eejax.common.errors import require, require_count
 from eejax.inference import generate
 from eejax.inference.payoff import Payoff
-from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import (
     EngineRequest,
     FinishReason,
@@ -32,9 +31,8 @@ from eejax.inference.request import (
     require_new_id,
 )
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.slot_engine import STEPS_PER_CALL, Engine, logits_params_for
+from eejax.inference.slot_engine import STEPS_PER_CALL, Engine, logits_params_for, policy_for
 from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows
-from eejax.models.config import ModelConfig
 
 
 @dataclasses.dataclass
@@ -45,6 +43,9 @@ class ScheduledRequest:
       request: the request as it was added.
       row: the same as arrays of one row, as engines take it.
       order: its place in the queue, by priority and arrival.
+      finish: why it ended, None while it runs.
+      tokens: its tokens after the prompt.
+      slot: its slot, -1 without one.
       calls: calls in flight in which it has a slot.
       fresh: whether no token has come since it got its slot.
     """
@@ -114,15 +115,14 @@ class Scheduler(StepLoop, Generic[E]):
     def __init__(
         self,
         engine: E,
-        config: ModelConfig,
         *,
         steps: int = STEPS_PER_CALL,
         payoff: Payoff | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        """Start the engine. `config` is the engine's model, with the exits that the engine has."""
+        """Start the engine."""
         require_count("steps", steps)
-        self.engine, self.config, self.steps = engine, config, steps
+        self.engine, self.steps = engine, steps
         self.payoff, self._clock = payoff, clock
         self.state = engine.start()
         require(
@@ -153,6 +153,7 @@ class Scheduler(StepLoop, Generic[E]):
         Raises:
           ConfigError: for a request that the engine does not accept.
         """
+        config = self.engine.config
         id_, most, prompt = request.request_id, request.max_tokens, request.prompt
         require_new_id(id_, self._jobs)
         allowed = "must be None: there is one model, and nothing to choose"
@@ -160,7 +161,7 @@ class Scheduler(StepLoop, Generic[E]):
         resumes = not tokens or self.engine.resumes
         require(resumes, "tokens", f"{len(tokens)}", "must be none: the engine cannot resume")
         text = [*prompt, *(t.id for t in tokens)]
-        generate.check_prompts([text], self.config, self.engine.context)
+        generate.check_prompts([text], config, self.engine.context)
         require(len(tokens) < most, "tokens", f"{len(tokens)}", f"must be fewer than {most}")
         require(
             len(request.stop_token_ids) <= MAX_STOP_TOKENS,
@@ -169,20 +170,13 @@ class Scheduler(StepLoop, Generic[E]):
             f"must be at most {MAX_STOP_TOKENS} of them",
         )
         row = RequestRows.make(
-            self.config,
+            config,
             [len(prompt)],
             [min(most, self.engine.context - len(prompt))],
-            request.policy or ExitPolicy.make(self.config, 1),
+            policy_for(request.policy, self.engine),
             request.sampling or SamplingParams.make(1),
             request.stop_token_ids,
             logits_params=logits_params_for(request.logits_params, self.engine, 1),
-        )
-        exits = row.policy.thresholds.shape[1]
-        require(
-            exits == self.config.n_exits,
-            "policy",
-            f"thresholds of {exits} exits",
-            f"must be made of the engine's config, which has {self.config.n_exits}",
         )
         order = (-request.priority, next(self._arrivals))
         self._jobs[id_] = ScheduledRequest(request, row, order, tokens=list(tokens))
@@ -293,7 +287,7 @@ class Scheduler(StepLoop, Generic[E]):
         times = payoff is not None and payoff.measuring
         # Prompts, and requests that no exit can end early, do not show whether exits pay.
         running = [job for job in self._slots if job is not None]
-        times = times and any(_may_leave(job.row.policy) for job in running)
+        times = times and any(job.row.policy.can_leave.any() for job in running)
         waits = payoff is not None and payoff.midway
         if not (times and (waits or any(job.fresh for job in running))):
             self._fill_slots()
@@ -413,7 +407,7 @@ class Scheduler(StepLoop, Generic[E]):
                     int(record.exit[i]),
                     float(record.logprob[i]),
                     float(record.confidence[i]),
-                    self.config.exit_boundaries[int(record.exit[i])],
+                    self.engine.config.exit_boundaries[int(record.exit[i])],
                     _top_logprobs(job, record, i),
                 )
             )
@@ -447,12 +441,6 @@ def _top_logprobs(
         return ()
     tokens, logprobs = (a[i, :most].tolist() for a in record.top_logprobs)
     return tuple((t, p) for t, p in zip(tokens, logprobs, strict=True) if t >= 0)
-
-
-def _may_leave(policy: ExitPolicy) -> bool:
-    """Return whether exits could make a difference to a request."""
-    fires = np.asarray(policy.active) & (np.asarray(policy.thresholds) < 1)
-    return bool(fires.any() or (np.asarray(policy.drafts) > 0).any())
 
 
 class EngineCall(NamedTuple):

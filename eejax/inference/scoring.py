@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import require
+from eejax.common.lengths import padded_length
 from eejax.common.trees import map_chunks
 from eejax.inference import generate, sharded
 from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
@@ -22,7 +23,6 @@ from eejax.inference.weights import Weights
 from eejax.models.cache import init_cache
 from eejax.models.config import ModelConfig
 
-MIN_LENGTH = 16  # texts are padded to a power of two from here on
 CHUNK = 128  # positions whose logits exist at a time
 
 
@@ -38,14 +38,6 @@ class TextScores(NamedTuple):
     logprob: jax.Array | np.ndarray
     top: jax.Array | np.ndarray
     top_logprobs: TopLogprobs | None
-
-
-def lengths(context: int) -> list[int]:
-    """Return the lengths that texts are padded to; a program is compiled for each."""
-    found = [min(MIN_LENGTH, context)]
-    while found[-1] < context:
-        found.append(min(2 * found[-1], context))
-    return found
 
 
 def score(
@@ -69,7 +61,7 @@ def score(
     # A text may fill the context: nothing follows it.
     generate.check_prompts([tokens], config, config.context_length + 1)
     require(len(tokens) > 1, "tokens", f"{len(tokens)} tokens", "must be at least two")
-    width = next(n for n in lengths(config.context_length) if n >= len(tokens))
+    width = padded_length(len(tokens), config.context_length)
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(tokens)] = tokens
     found = _score(weights, padded, config=config, e=e, top_logprobs=top_logprobs, mesh=mesh)

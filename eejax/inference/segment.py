@@ -187,18 +187,9 @@ class SegmentRunner:
           request: the requests.
           process_logits: applies `request.logits_params` to logits [b, v].
         """
-        return ExitInput(
-            e,
-            x,
-            self.reader(e, h),
-            allowed,
-            position,
-            request.progress(position),
-            request.policy,
-            request.sampling,
-            router.of_exit(self.weights.params, self.config, e),
-            request.logits_params,
-            process_logits,
+        confidence = router.of_exit(self.weights.params, self.config, e)
+        return request.exit_input(
+            e, x, self.reader(e, h), allowed, position, confidence, process_logits
         )
 
     def decide(

@@ -52,7 +52,7 @@ def shard(f: Callable, mesh: Mesh, in_specs: tuple, out_specs) -> Callable:
 
 
 def place(params: Tree, config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weights:
-    """Run `state.prepare` on every device's share of training parameters (stacked layers)."""
+    """Run `weights.prepare` on every device's share of training parameters (stacked layers)."""
     specs, axes = _given(config, num_segments, mesh), mesh_axes(mesh)
     shares = jax.device_put(_part(params, specs), rules.shardings(specs, mesh))
 

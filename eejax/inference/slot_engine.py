@@ -10,11 +10,12 @@ import jax
 import numpy as np
 
 from eejax.common.errors import require, require_count
+from eejax.common.lengths import power_of_two
 from eejax.inference import generate
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows, power_of_two
+from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows
 from eejax.models.config import ModelConfig
 
 STEPS_PER_CALL = 8  # default steps of a call, after which a scheduler decides again
@@ -28,13 +29,20 @@ class Engine(Protocol):
     came from logits that were not finite, and must be dropped.
 
     Attributes:
+      config: the model that the engine decodes with (`options.engine_config`).
+      options: its static options.
       slots: requests at a time.
       context: maximum tokens of a request, prompt included.
       num_segments: number of loaded segments.
       resumes: whether a prompt may contain tokens that were generated before, after the first
         `request.start`.
-      takes_logits_params: whether requests may have `LogitsParams`.
     """
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def options(self) -> EngineOptions: ...
 
     @property
     def slots(self) -> int: ...
@@ -47,9 +55,6 @@ class Engine(Protocol):
 
     @property
     def resumes(self) -> bool: ...
-
-    @property
-    def takes_logits_params(self) -> bool: ...
 
     def start(self) -> Any:
         """Return a state whose slots are all free."""
@@ -112,10 +117,6 @@ class SlotEngineBase(abc.ABC):
     context: int
 
     resumes = False
-
-    @property
-    def takes_logits_params(self) -> bool:
-        return False
 
     @property
     @abc.abstractmethod
@@ -181,17 +182,7 @@ class SlotEngineBase(abc.ABC):
             f"must be the number of tokens of every prompt, {lengths}"
             + (", or fewer where some were generated before" if self.resumes else ""),
         )
-        if not self.options.leaves_early:  # no early exit of the model emits a token
-            drafts = self.options.max_drafts
-            policy = ExitPolicy.make(self.config, len(prompts), drafts=drafts)
-            request = request.replace(policy=policy)
-        exits = request.policy.thresholds.shape[1]
-        require(
-            exits == self.config.n_exits,
-            "request.policy",
-            f"thresholds of {exits} exits",
-            f"must be made of this engine's config, which has {self.config.n_exits}",
-        )
+        request = request.replace(policy=policy_for(request.policy, self))
         n, width = len(prompts), request.stop_token_ids.shape[1]
         require(
             width == MAX_STOP_TOKENS,
@@ -237,12 +228,34 @@ class SlotEngineBase(abc.ABC):
         return np.array([*given, *none], np.int32)
 
 
+def policy_for(policy: ExitPolicy | None, engine: Engine) -> ExitPolicy:
+    """Return the exit policy by which an engine runs requests.
+
+    With None, no early exit emits a token, and a request gets all drafts that the engine can make.
+    Raises ConfigError if the policy has other exits than the engine's model.
+    """
+    config, options = engine.config, engine.options
+    if policy is None:
+        return ExitPolicy.make(config, 1, drafts=options.max_drafts)
+    requests, exits = policy.thresholds.shape
+    require(
+        exits == config.n_exits,
+        "policy",
+        f"thresholds of {exits} exits",
+        f"must be made of the engine's config, which has {config.n_exits}",
+    )
+    if options.leaves_early:
+        return policy
+    drafts = np.minimum(policy.drafts, options.max_drafts).tolist()
+    return ExitPolicy.make(config, requests, drafts=drafts)
+
+
 def logits_params_for(
     logits_params: LogitsParams | None, engine: Engine, rows: int
 ) -> LogitsParams | None:
     """Return an engine's logits_params for requests. Raises ConfigError if it takes none."""
     require(
-        logits_params is None or engine.takes_logits_params,
+        logits_params is None or engine.options.logits_params,
         "logits_params",
         type(logits_params).__name__,
         f"must be None with {type(engine).__name__}",
@@ -250,7 +263,7 @@ def logits_params_for(
     )
     return (
         LogitsParams.blank(rows)
-        if logits_params is None and engine.takes_logits_params
+        if logits_params is None and engine.options.logits_params
         else logits_params
     )
 

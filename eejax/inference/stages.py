@@ -22,8 +22,8 @@ from eejax.common.axes import DATA, MODEL, PIPE, Axes
 from eejax.common.trees import Tree
 from eejax.gates import router
 from eejax.gates.confidence import Memory
-from eejax.inference.policy import Emission, ExitInput, emit_early, emit_final
-from eejax.inference.state import RequestRows
+from eejax.inference.policy import Emission, emit_early, emit_final
+from eejax.inference.state import RequestRows, newest_row
 from eejax.models import exits, layers, transformer
 from eejax.models.cache import KeyValue, kv_heads, varying
 from eejax.models.config import NO_WINDOW, ModelConfig
@@ -305,28 +305,16 @@ class DecodingStage:
         e, c, request = place.exit, self.config, rows.request
         block, _, emission = carry
 
-        def newest(a):
-            return jnp.take_along_axis(a, rows.row[:, None, None], 1)[:, 0]
-
         position, last = rows.start + rows.row + 1, e == self.stages.last
         allowed = here if last else here & rows.early
 
         def work(block, memory, emission):
             tree = self._exit_tree(place)
             h, block = exits.attend(tree, c, e, x, context, cache=block, axes=self.axes)
-
-            head = exits.reader(tree, c, e, newest(h), self.axes)
-            look = ExitInput(
-                e,
-                newest(x),
-                head,
-                allowed,
-                position,
-                request.progress(position),
-                request.policy,
-                request.sampling,
-                router.of_exit(tree, c, e),
-            )
+            head = exits.reader(tree, c, e, newest_row(h, rows.row), self.axes)
+            confidence = router.of_exit(tree, c, e)
+            state = newest_row(x, rows.row)
+            look = request.exit_input(e, state, head, allowed, position, confidence)
             if last:
                 return block, memory, emit_final(emission, look)
             emission, after = emit_early(emission, memory, look, c)

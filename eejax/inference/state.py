@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,14 +11,16 @@ import numpy as np
 from flax import struct
 
 from eejax.common.errors import require, require_array
+from eejax.common.lengths import power_of_two
 from eejax.inference.logits_params import LogitsParams, TopLogprobs
 from eejax.inference.options import EngineOptions
-from eejax.inference.policy import Emission, ExitPolicy
+from eejax.inference.policy import Emission, ExitInput, ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import INITIAL_ACCEPTANCE, BatchPlan, SlotProgress, best_drafts
 from eejax.inference.weights import Weights
 from eejax.models.cache import KVCache, init_cache, varying
 from eejax.models.config import ModelConfig
+from eejax.models.exits import Reader
 
 MAX_STOP_TOKENS = 8
 """Maximum stop tokens of a request in a slot. `Generator` takes more, with other programs."""
@@ -107,6 +109,31 @@ class RequestRows(struct.PyTreeNode):
         """Return [b], the share of a request's tokens before the one at `position` [b]."""
         done = (position - self.start).astype(jnp.float32)
         return done / jnp.maximum(self.limit, 1).astype(jnp.float32)
+
+    def exit_input(
+        self,
+        e: int,
+        state: jax.Array,
+        head: Reader,
+        allowed: jax.Array,
+        position: jax.Array,
+        router: Callable[[jax.Array], jax.Array] | None,
+        process_logits: Callable[[jax.Array], jax.Array] | None = None,
+    ) -> ExitInput:
+        """Return the input of exit e for these requests; arguments as the fields of `ExitInput`."""
+        return ExitInput(
+            e,
+            state,
+            head,
+            allowed,
+            position,
+            self.progress(position),
+            self.policy,
+            self.sampling,
+            router,
+            self.logits_params,
+            process_logits,
+        )
 
 
 class DecodeRecord(NamedTuple):
@@ -217,6 +244,7 @@ class EngineState(struct.PyTreeNode):
       clock: [] steps since the start.
       work: counters of the work done.
       plan: costs and waiting rules of the schedule.
+      request: the requests.
     """
 
     cache: KVCache
@@ -272,9 +300,9 @@ class EngineState(struct.PyTreeNode):
         return self.progress.can_start(cap, drafts)
 
 
-def power_of_two(n: int) -> int:
-    """Return the smallest power of two of at least n."""
-    return 1 << (n - 1).bit_length()
+def newest_row(a: jax.Array, row: jax.Array) -> jax.Array:
+    """Return [b, d], the row of each request in a [b, w, d] that emits, `row` [b]."""
+    return jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
 
 
 def at_position(a: jax.Array, position: jax.Array) -> jax.Array:

@@ -28,16 +28,15 @@ from eejax import calibration
 from eejax.calibration import ExitScores
 from eejax.checkpoint.language_model import load
 from eejax.common.errors import ConfigError, require, require_count, require_given
+from eejax.common.lengths import padded_length
 from eejax.data import text_behind
 from eejax.data.tokenizer_files import TemplateSource
 from eejax.data.tokenizers import with_bos
 from eejax.inference import ExitPolicy, Generator
 from eejax.inference.policy import ExitRules
-from eejax.inference.state import power_of_two
 from eejax.losses.cross_entropy import IGNORE
 from eejax.serving.text import find_stop_string
 
-MIN_LENGTH = 16  # texts are padded to a power of two, at least this
 MAX_PASSES = 2  # remembered passes: one over texts with a continuation, one over whole texts
 MAX_NEW_TOKENS = 256  # tokens of a generation, if neither the task nor the caller sets a number
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
@@ -307,8 +306,8 @@ class EarlyExitLM(TemplateLM):
         pieces = sorted(pieces, key=lambda piece: -len(piece[1]))
         for i in range(0, len(pieces), self.batch_size):
             rows = pieces[i : i + self.batch_size]
-            width = max(MIN_LENGTH, power_of_two(len(rows[0][1])))
-            shape = (self.batch_size, min(width, self.config.context_length))
+            width = padded_length(len(rows[0][1]), self.config.context_length)
+            shape = (self.batch_size, width)
             tokens, labels = np.zeros(shape, np.int32), np.full(shape, IGNORE, np.int32)
             units = np.zeros(self.batch_size, np.int64)
             for row, (unit, read, scored) in enumerate(rows):

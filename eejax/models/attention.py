@@ -371,7 +371,7 @@ def packed_attention(
 ):
     """Attend from packed rows to a cache of slots, and write their keys and values into it.
 
-    What is written behind a slot's own rows is not attended to before it is written again.
+    Padding is written past a slot's rows; it is overwritten before any query reads it.
 
     Args:
       q: [t, 1, k, g, h] queries.
@@ -453,6 +453,6 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
         y = lax.switch(which, branches, q, mask, distance, *buffers)
         return lax.dynamic_update_slice_in_dim(out, y, first, 0), *buffers
 
-    # Rows that belong to no span come out as they went in.
+    # Rows that belong to no span keep their query values, which nothing reads.
     out, *buffers = lax.fori_loop(0, packed.spans, span, (own[0], *cache))
     return out[: q.shape[0], None], tuple(buffers)

@@ -7,8 +7,9 @@ import enum
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.common.errors import require, require_one_of
 from eejax.models.config_checks import (
+    build,
     is_number,
     is_size,
     require_positive,
@@ -254,6 +255,44 @@ class ModelConfig:
             "vocab_multiple",
         )
         require_switches(self)
+        self._derive_sizes(set_)
+        require_one_of("ModelConfig.norm", self.norm, NORMS)
+        require_positive(self, "norm_eps", "temperature")
+        require_one_of("ModelConfig.norm_placement", self.norm_placement, NORM_PLACEMENTS)
+        require_one_of("ModelConfig.residual", self.residual, RESIDUALS)
+        require(
+            self.residual == "sequential" or self.norm_placement == "pre",
+            "ModelConfig.norm_placement",
+            self.norm_placement,
+            f"must be 'pre' with residual = {self.residual!r}",
+        )
+        require_one_of("ModelConfig.position", self.position, POSITIONS)
+        self._check_rotary()
+        require_one_of("ModelConfig.qk_norm", self.qk_norm, ("none", "head", "full"))
+        self._check_window(set_)
+        self._check_no_rope(set_)
+        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
+            if getattr(self, name) is not None:
+                require_positive(self, name)
+        require_one_of("ModelConfig.activation", self.activation, ACTIVATIONS)
+        require_one_of("ModelConfig.head", self.head, HEADS)
+        require(
+            is_number(self.embedding_scale) and self.embedding_scale != 0,
+            "ModelConfig.embedding_scale",
+            self.embedding_scale,
+            "must be finite and not 0",
+        )
+        require(
+            is_number(self.dropout) and 0 <= self.dropout < 1,
+            "ModelConfig.dropout",
+            self.dropout,
+            "must be in [0, 1)",
+        )
+        require_one_of("ModelConfig.dtype", self.dtype, DTYPES)
+        self._check_exits(set_)
+
+    def _derive_sizes(self, set_):
+        """Check the heads, and set `head_dim` and `d_ff` where they are None."""
         require(
             self.n_heads % self.n_kv_heads == 0,
             "ModelConfig.n_kv_heads",
@@ -277,17 +316,7 @@ class ModelConfig:
             set_("d_ff", third if self.mlp_gated else 4 * self.d_model)
         require_sizes(self, "head_dim", "d_ff")
 
-        require_one_of("ModelConfig.norm", self.norm, NORMS)
-        require_positive(self, "norm_eps", "temperature")
-        require_one_of("ModelConfig.norm_placement", self.norm_placement, NORM_PLACEMENTS)
-        require_one_of("ModelConfig.residual", self.residual, RESIDUALS)
-        require(
-            self.residual == "sequential" or self.norm_placement == "pre",
-            "ModelConfig.norm_placement",
-            self.norm_placement,
-            f"must be 'pre' with residual = {self.residual!r}",
-        )
-        require_one_of("ModelConfig.position", self.position, POSITIONS)
+    def _check_rotary(self):
         require(
             isinstance(self.rotary, RotaryConfig),
             "ModelConfig.rotary",
@@ -309,28 +338,6 @@ class ModelConfig:
                 self.rotary.scaling,
                 "needs more than 2 rotated dimensions of each head",
             )
-        require_one_of("ModelConfig.qk_norm", self.qk_norm, ("none", "head", "full"))
-        self._check_window(set_)
-        self._check_no_rope(set_)
-        for name in ("attention_scale", "attention_softcap", "logit_softcap"):
-            if getattr(self, name) is not None:
-                require_positive(self, name)
-        require_one_of("ModelConfig.activation", self.activation, ACTIVATIONS)
-        require_one_of("ModelConfig.head", self.head, HEADS)
-        require(
-            is_number(self.embedding_scale) and self.embedding_scale != 0,
-            "ModelConfig.embedding_scale",
-            self.embedding_scale,
-            "must be finite and not 0",
-        )
-        require(
-            is_number(self.dropout) and 0 <= self.dropout < 1,
-            "ModelConfig.dropout",
-            self.dropout,
-            "must be in [0, 1)",
-        )
-        require_one_of("ModelConfig.dtype", self.dtype, DTYPES)
-        self._check_exits(set_)
 
     def _check_window(self, set_):
         window = self.sliding_window
@@ -449,7 +456,7 @@ class ModelConfig:
         """Return the sliding window of exit e's block."""
         return self.window(self.above(e))
 
-    def exit_rope(self, e: int) -> int:
+    def exit_rope(self, e: int) -> RopeKind:
         """Return the kind of rotary angles of exit e's block."""
         return self.rope(self.above(e))
 
@@ -477,24 +484,3 @@ class ModelConfig:
                 build(ExitConfig, e) if isinstance(e, Mapping) else e for e in values["exits"]
             )
         return build(cls, values)
-
-
-def build(cls: type, values: Mapping[str, Any], where: str = "") -> Any:
-    """Return `cls(**values)`; raise `ConfigError` for unknown and missing fields."""
-    known = {f.name: f for f in dataclasses.fields(cls)}
-    where = where or cls.__name__
-    for name, value in values.items():
-        if name not in known:
-            raise ConfigError(
-                f"{where}.{name} = {value!r}: no such field. Known: {', '.join(known)}."
-            )
-    missing = [
-        n
-        for n, f in known.items()
-        if n not in values
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    if missing:
-        raise ConfigError(f"{where}: missing {', '.join(missing)}.")
-    return cls(**values)

@@ -257,7 +257,7 @@ class Reader(NamedTuple):
 def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes = LOCAL) -> Reader:
     """Return the `Reader` of exit e for states h [b, d] from `attend`.
 
-    What not every token needs of the exit is computed only when its logits are asked for.
+    The rest of the exit runs only when the caller asks for logits or statistics.
     """
 
     def logits():

@@ -44,6 +44,7 @@ class Param:
     decay: bool = False
 
     def stacked(self, n: int) -> Param:
+        """Return the declaration of this leaf in n layers, stacked along a first axis."""
         return dataclasses.replace(self, shape=(n, *self.shape), axes=("l", *self.axes))
 
 

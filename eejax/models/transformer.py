@@ -55,6 +55,20 @@ def embed(
     return x
 
 
+def _layer_inputs(config: ModelConfig, index: jax.Array) -> dict[str, jax.Array]:
+    """Return the properties in which layers differ, `window` and `rope`, of layers `index` [l]."""
+
+    def each(values):
+        return jnp.array(values, jnp.int32)[index]
+
+    windows, inputs = config.sliding_window, {}
+    if isinstance(windows, tuple):
+        inputs["window"] = each([NO_WINDOW if w is None else w for w in windows])
+    if isinstance(windows, tuple) or config.no_rope_layers:
+        inputs["rope"] = each([config.rope(i) for i in range(config.n_layers)])
+    return inputs
+
+
 def run_layers(
     stack: Tree,
     x: jax.Array,
@@ -96,24 +110,12 @@ def run_layers(
     Returns:
       x, and the states [n_slots, b, t, d], None without slots.
     """
-    # Properties in which layers differ are scanned inputs.
-    windows = config.sliding_window
-    per_layer = everywhere = ropes = None
-
-    def each(values):
-        return jnp.array(values, jnp.int32)[index]
-
-    if isinstance(windows, tuple):
-        per_layer = each([NO_WINDOW if w is None else w for w in windows])
-    else:
-        everywhere = windows
-    if per_layer is not None or config.no_rope_layers:
-        ropes = each([config.rope(i) for i in range(config.n_layers)])
+    inputs = {"layer": stack, "index": index, "active": active, "slot": slots}
+    inputs |= _layer_inputs(config, index)
 
     def run(x, s):
         p, i = load(s["layer"]), s["index"]
-        window = everywhere if per_layer is None else s["window"]
-        rope = config.rope(0) if ropes is None else s["rope"]
+        window, rope = s.get("window", config.sliding_window), s.get("rope", config.rope(0))
         return layers.layer(p, x, config, context, index=i, window=window, rope=rope, axes=axes)[0]
 
     layer, keys = run, context.dropout_keys
@@ -140,14 +142,6 @@ def run_layers(
             written = lax.dynamic_update_index_in_dim(written, x, s["slot"], 0)
         return (x, written), None
 
-    inputs = {
-        "layer": stack,
-        "index": index,
-        "window": per_layer,
-        "rope": ropes,
-        "active": active,
-        "slot": slots,
-    }
     written = None
     if slots is not None:
         written = lax.stop_gradient(jnp.stack([x] * n_slots))  # all of it is overwritten

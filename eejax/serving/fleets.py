@@ -20,6 +20,7 @@ import numpy as np
 
 from eejax.checkpoint.language_model import LanguageModel, load
 from eejax.common.errors import ConfigError, require, require_given, require_one_of
+from eejax.common.lengths import padded_lengths
 from eejax.common.progress import LOG
 from eejax.data import chat
 from eejax.data.tokenizer_files import TemplateSource
@@ -40,7 +41,7 @@ from eejax.helios.objectives import ServiceObjective
 from eejax.helios.pool import FleetMember
 from eejax.helios.quality import QualitySource, with_benchmarks, with_ratios
 from eejax.helios.verifier import AnswerVerifier, ReferenceJudge
-from eejax.inference import capacity, scoring
+from eejax.inference import capacity
 from eejax.inference.deepening import on_host
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
@@ -414,7 +415,7 @@ def warm_up(
 
 def audited_lengths(context: int) -> list[int]:
     """Return the lengths of text for which programs of audits are compiled."""
-    return [length for length in scoring.lengths(context) if length > 1]
+    return [length for length in padded_lengths(context) if length > 1]
 
 
 def reference_of(

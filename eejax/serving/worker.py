@@ -15,12 +15,13 @@ from typing import Any
 
 from eejax.common import progress
 from eejax.common.errors import CheckpointError, ConfigError, DataError, require
+from eejax.common.lengths import padded_lengths
 from eejax.common.progress import LOG
 from eejax.helios.choices import ModelDepth
 from eejax.helios.report import CHOOSES, FleetReport
 from eejax.inference.request import EngineRequest
 from eejax.inference.scheduler import Scheduler
-from eejax.inference.scoring import lengths, score
+from eejax.inference.scoring import score
 from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.serving.messages import (
     AbortRequest,
@@ -106,7 +107,7 @@ class EngineWorker:
     def __init__(self, built: BuiltEngine, steps: int = STEPS_PER_CALL):
         self.engine, self.config = built.engine, built.config
         self.fleet = None if built.fleet is None else built.fleet(steps)
-        self.scheduler = self.fleet or Scheduler(built.engine, built.config, steps=steps)
+        self.scheduler = self.fleet or Scheduler(built.engine, steps=steps)
         self._scores: list[ScoreRequest] = []
         self._refused: list[RequestRefused] = []
         self._decisions = self._points = 0  # of the fleet, already reported
@@ -150,7 +151,7 @@ class EngineWorker:
             return
         joined(self.scheduler, self.slots)
         if hasattr(self.engine, "weights"):  # else it scores nothing
-            for n in lengths(self.engine.context):
+            for n in padded_lengths(self.engine.context):
                 self._scored(ScoreRequest("warm-up", (0,) * n, False))
 
     def handle(self, message: Any) -> None:

@@ -23,7 +23,8 @@ from eejax.data.blend import shares_of
 from eejax.data.loader import BatchSchedule
 from eejax.losses import schedules
 from eejax.losses.objective import CROSS_ENTROPY, LossObjective
-from eejax.models.config import ModelConfig, build
+from eejax.models.config import ModelConfig
+from eejax.models.config_checks import build
 from eejax.models.transformer import Remat
 from eejax.pipeline.config import PIPELINE, PipelineConfig
 from eejax.sharding.mesh import MeshConfig

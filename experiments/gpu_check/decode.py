@@ -96,7 +96,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 
 def _compared_programs(setup: DecodeSizes) -> Iterator[tuple[str, Callable]]:
-    from eejax.inference.state import power_of_two
+    from eejax.common.lengths import power_of_two
 
     steps = power_of_two(setup.new)
     for dtype in TIES:
@@ -114,11 +114,12 @@ def _generation(
     way: str, config, batch: int, prompt: int, new: int, engine: str, options, steps: int
 ) -> Iterator[tuple[str, Callable]]:
     """Yield the two programs of a generation of `new` tokens in calls of `steps`."""
-    from eejax.inference.generate import prompt_width
+    from eejax.common.lengths import padded_length
 
+    context = config.context_length
     one = dict(config=config, batch=batch, options=options)
-    one |= dict(cache=cache_length(prompt, new, options), steps=steps)
-    for name, width in ((engine, 0), (f"prompts {engine}", prompt_width(prompt))):
+    one |= dict(cache=cache_length(prompt, new, context, options), steps=steps)
+    for name, width in ((engine, 0), (f"prompts {engine}", padded_length(prompt, context))):
         build = partial(card_programs.decoding, prompt=width, **one)
         yield f"{name} {batch} {way}".strip(), partial(_within, way, build)
 
@@ -189,11 +190,12 @@ def settings_of(way: str) -> Iterator[None]:
         yield
 
 
-def cache_length(prompt: int, new: int, options) -> int:
+def cache_length(prompt: int, new: int, context: int, options) -> int:
     """Return the positions that a generation of `new` tokens allocates."""
+    from eejax.common.lengths import padded_length
     from eejax.inference import generate
 
-    return generate.cache_length(max(generate.prompt_width(prompt), prompt + new), options)
+    return generate.cache_length(max(padded_length(prompt, context), prompt + new), options)
 
 
 def positions_read(prompt: int, new: int) -> float:
@@ -269,7 +271,7 @@ def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarr
     from eejax.inference.scheduler import Scheduler
 
     engine = EarlyExitEngine.make(params, config, compared_batch_options(), slots=len(texts))
-    scheduler = Scheduler(engine, config)
+    scheduler = Scheduler(engine)
     policy = ExitPolicy.make(config, 1, threshold)
     for i, text in enumerate(texts):
         scheduler.add_request(EngineRequest(str(i), text, new, policy))
@@ -387,7 +389,9 @@ def token(
         ms_per_step=1e3 * seconds / setup.new,
         tokens_per_second=batch * setup.new / seconds,
         floor_bytes=floor,
-        allocated_bytes=read(depth, batch, cache_length(setup.prompt, setup.new + 1, options)),
+        allocated_bytes=read(
+            depth, batch, cache_length(setup.prompt, setup.new + 1, setup.context, options)
+        ),
         share_of_floor=floor / copied / (seconds / setup.new),
         launches_per_step=each(traced["kernels"]),
         copies_per_step={k: each(n) for k, n in traced["copies"].items()},

@@ -165,7 +165,7 @@ def alone(setup: ServeSizes) -> dict[str, float]:
     policy = ExitPolicy.make(built.config, 1)
     tokens = sum(limit for client in clients for _, limit in client)
     for _ in range(2):  # the first one compiles
-        scheduler = Scheduler(built.engine, built.config, steps=setup.steps)
+        scheduler = Scheduler(built.engine, steps=setup.steps)
         seconds, _ = through_scheduler(scheduler, clients, policy)
     return dict(tokens_per_second=tokens / seconds)
 

@@ -245,12 +245,12 @@ def read(
     import jax  # late: whoever reads traces does without
 
     from eejax import calibration
-    from eejax.inference import scoring
+    from eejax.common.lengths import padded_lengths
 
     policy, config, new = _policy(member), member.config, texts.shape[1]
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     whole = [[*prompts[i], *texts[i]] for i in order]
-    widths = scoring.lengths(config.context_length)
+    widths = padded_lengths(config.context_length)
     weights = jax.device_put(member.params)
     scores = calibration.score(weights, config, _batches(whole, new, slots, widths))
     # Units are numbers in `order`, whose positions come in the order of their text.
@@ -295,7 +295,7 @@ def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.
     check_prompts(prompts, member.config, member.config.context_length - new + 1)
     weights = jax.device_put(member.params)  # that of a fleet are on the host
     engine = EarlyExitEngine.make(weights, member.config, "full", slots=slots)
-    scheduler = Scheduler(engine, engine.config)
+    scheduler = Scheduler(engine)
     texts: list[list[int]] = [[] for _ in prompts]
     for i, prompt in enumerate(prompts):
         scheduler.add_request(EngineRequest(str(i), prompt, new))

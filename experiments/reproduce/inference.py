@@ -16,7 +16,7 @@ likely token. Speed is measured: prompts of held-out text, greedy, batch 1, with
 pass, over the engine `full` in interleaved pairs.
 
 Figure 10: the same scores over the speed of `pipelined` on --stages stages, which is SIMULATED
-(`eejax.inference.latency`): from the exits that these texts' tokens left by, and the times of a
+(`eejax.experiments.latency`): from the exits that these texts' tokens left by, and the times of a
 layer, of an exit and of several rows as measured here, on one device; all layers are taken to be
 equal, and a hop from stage to stage to be free. Beside it `recompute`, simulated likewise, and as
 measured. The paper's third curve, KV recomputation on four devices by tensor parallelism, is

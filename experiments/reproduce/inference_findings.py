@@ -326,8 +326,8 @@ def tensor_parallel(
     Returns:
       by the seconds of launches: rows of speeds over a full pass on one device, by threshold.
     """
-    from eejax.inference import latency
-    from eejax.inference.latency import ForwardTimes
+    from eejax.experiments import latency
+    from eejax.experiments.latency import ForwardTimes
     from eejax.pipeline.partition import EVEN, partition
 
     width, vocab, layers = 4096, 32_000, 32

@@ -153,8 +153,8 @@ def engines(params, config, prompts) -> Iterator[Finding]:
 
 def latencies() -> Iterator[Finding]:
     """Check the latencies of free-running stages and of one device against their models."""
-    from eejax.inference import latency
-    from eejax.inference.latency import ForwardTimes
+    from eejax.experiments import latency
+    from eejax.experiments.latency import ForwardTimes
     from eejax.models.config import ModelConfig
     from eejax.pipeline.partition import EVEN, partition
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.common.lengths import power_of_two
 from eejax.kernels import call
 
 ALONE = 4096  # maximum rows that a single program splits
@@ -67,7 +68,7 @@ def compact(launch, keep):
     n = keep.shape[0]
     keep = keep.astype(jnp.int8)
     many = n > ALONE
-    bn = BLOCK if many else max(16, call.next_power_of_2(n))
+    bn = BLOCK if many else max(16, power_of_two(n))
     blocks = call.cdiv(n, bn)
     kept = keep
     if many:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.common.lengths import power_of_two
 from eejax.kernels import call
 from eejax.kernels.decode_attention.reference import AttentionOptions
 from eejax.kernels.softcap import tanh
@@ -419,9 +420,9 @@ def decode_attention(
         SLOPES=slopes is not None,
         WINDOW=options.window or 0,
         PRECISION=precision,
-        BS=call.next_power_of_2(spans),
-        BW=call.next_power_of_2(options.width),
-        BR=call.next_power_of_2(min(r, options.max_rows)),
+        BS=power_of_two(spans),
+        BW=power_of_two(options.width),
+        BR=power_of_two(min(r, options.max_rows)),
         **own,
     )
     if parts == 1:
@@ -438,7 +439,7 @@ def decode_attention(
         H=h,
         SLOTS=slots,
         PARTS=parts,
-        BP=call.next_power_of_2(parts),
+        BP=power_of_two(parts),
         BH=own["BH"],
         warps=4 if parts * h <= 2**13 else 8,
     )
@@ -462,7 +463,7 @@ def sizes(
     """
 
     def least(a):
-        return max(16, call.next_power_of_2(a))
+        return max(16, power_of_two(a))
 
     bh, rows = least(h), options.width * g
     bm = min(MAX_ROWS if size == 2 else 16 if exact else MAX_ROWS // 2, least(rows))

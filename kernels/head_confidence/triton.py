@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.common.lengths import power_of_two
 from eejax.kernels import call, norms
 from eejax.kernels.head_confidence.reference import LOWEST, HeadConfidenceOptions, LogitStatistics
 from eejax.kernels.softcap import tanh
@@ -261,7 +262,7 @@ def statistics(launch, options: HeadConfidenceOptions, x, scale, bias, table, he
     )
     if programs == 1:
         return LogitStatistics(*(a[0] for a in parts))
-    bn = min(4, call.next_power_of_2(n))
+    bn = min(4, power_of_two(n))
     merged = launch(
         *parts,
         kernel=head_merge_kernel,
@@ -270,7 +271,7 @@ def statistics(launch, options: HeadConfidenceOptions, x, scale, bias, table, he
         N=n,
         PARTS=programs,
         BN=bn,
-        BP=call.next_power_of_2(programs),
+        BP=power_of_two(programs),
     )
     return LogitStatistics(*merged)
 
@@ -283,7 +284,7 @@ def _blocks(n: int, d: int, rows: int, size: int) -> dict[str, int]:
     """
 
     def least(a):
-        return max(16, call.next_power_of_2(a))
+        return max(16, power_of_two(a))
 
     bn = min(64, least(n))
     blocks = call.cdiv(n, bn)

@@ -23,8 +23,8 @@ against recomputing:
     d 4096, v 128256       112 + 12 = 124, recomputing 153     43 + 8 = 51, recomputing 60
     d 4096, v 256000       224 + 42 = 266, recomputing 305     86 + 27 = 113, recomputing 119
 
-Kernels that form both gradients without writing g need 5 products. All of this is calculated for a
-kernel as fast as cuBLAS; nothing was measured on a GPU.
+Kernels that form both gradients without writing g need 5 products. These times are calculated, for
+a kernel as fast as cuBLAS.
 
 Nothing is added up by atomics, so runs are bitwise equal: a row's tiles have separate places, which
 `api` combines.
@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.common.lengths import power_of_two
 from eejax.kernels import call
 from eejax.kernels.linear_cross_entropy import reference
 from eejax.kernels.linear_cross_entropy.reference import LossOptions, TileStatistics
@@ -194,7 +195,7 @@ def statistics(
     (n, d), v = h.shape, table.shape[0]
     single = h.dtype == jnp.float32
     bv = reference.tile(options, h.dtype)
-    bn = min(ROWS if d >= WIDE else ROWS // 2, max(16, call.next_power_of_2(n)))
+    bn = min(ROWS if d >= WIDE else ROWS // 2, max(16, power_of_two(n)))
     tiles = call.cdiv(v, bv)
     deep = bn == ROWS and call.shared_memory() >= DEEP
     shapes = (tiles, n), (tiles, n), (n,), (n, v) if keep else (1, 1)

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import triton
 import triton.language as tl
 
+from eejax.common.lengths import power_of_two
 from eejax.kernels import call
 from eejax.kernels.norms import NormOptions
 
@@ -326,9 +327,9 @@ def norm_router(launch, options: NormOptions, x, scale, bias, down, up, up_bias,
     (n, d), r = x.shape, down.shape[1]
     down, up = down.astype(x.dtype), up.astype(x.dtype)
     # 16 KiB of a matrix at a time, so that three tiles fit the smallest chip.
-    br = max(16, call.next_power_of_2(r))
+    br = max(16, power_of_two(r))
     tile = 2**14 // (br * x.dtype.itemsize)
-    bd = max(16, min(256 // x.dtype.itemsize, tile, call.next_power_of_2(d)))
+    bd = max(16, min(256 // x.dtype.itemsize, tile, power_of_two(d)))
     own = dict(
         N=n,
         D=d,

@@ -6,7 +6,7 @@ import jax
 import triton
 import triton.language as tl
 
-from eejax.kernels import call
+from eejax.common.lengths import power_of_two
 from eejax.kernels.norms import NormOptions
 
 
@@ -54,7 +54,7 @@ def scatter_kernel(
 def scatter(launch, options: NormOptions | None, into, x, place, scale, bias):
     """Compute `reference.scatter` with a kernel that `launch` runs."""
     (m, d), n = into.shape, x.shape[0]
-    bd, norm = call.next_power_of_2(d), options or NormOptions()
+    bd, norm = power_of_two(d), options or NormOptions()
     (out,) = launch(
         into,
         x,

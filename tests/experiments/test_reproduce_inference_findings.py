@@ -9,8 +9,8 @@ import pytest
 from launchers import functions_of
 
 from eejax.experiments import decode_times
+from eejax.experiments.latency import ForwardTimes
 from eejax.experiments.reproduce import inference_findings
-from eejax.inference.latency import ForwardTimes
 from eejax.models.config import ExitConfig, ModelConfig
 
 inference = functions_of("eejax.experiments.reproduce.inference")

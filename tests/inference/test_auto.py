@@ -32,10 +32,11 @@ class Told(Payoff):
         return self.said
 
 
-def made(subset, exits: float) -> AutoGenerator:
+def made(subset, exits: float, drafts: int = 0) -> AutoGenerator:
     p, config = subset((1, 3))
     clock = Clock(exits)
-    generator = Generator.make(p, config, EngineOptions("recompute", cap=4, buckets=(4,)))
+    options = EngineOptions("recompute", cap=4, buckets=(4,), drafts=drafts)
+    generator = Generator.make(p, config, options)
     clock.auto = AutoGenerator(generator, Told(pairs=2, calls=100), clock)
     return clock.auto
 
@@ -75,6 +76,15 @@ def test_turning_exits_off_and_on_keeps_keys_and_values(subset, prompts):
 def test_another_engine_is_refused(subset):
     with pytest.raises(ConfigError, match="engine = 'full': must be one of .*'speculative'"):
         AutoGenerator.make(*subset((1,)), EngineOptions("full"))
+    with pytest.raises(ConfigError, match="options = 3: must be EngineOptions, or the name"):
+        AutoGenerator.make(*subset((1,)), 3)
+
+
+def test_drafts_of_recompute_are_measured(subset, prompts):
+    """Where no exit can fire, drafts still make a difference."""
+    auto = made(subset, 2.0, drafts=2)
+    auto.generate(prompts(3, [9]), 50, chunk=4, threshold=1.0)
+    assert auto.payoff.ratio is not None
 
 
 @pytest.mark.slow

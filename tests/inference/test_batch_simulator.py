@@ -30,6 +30,7 @@ from eejax.inference.schedule import BatchPlan
 from eejax.inference.segment_branches import SPAN
 from eejax.inference.state import RequestRows
 from eejax.models import exits, transformer
+from eejax.sharding.mesh import MeshConfig
 
 SLOTS, CONTEXT, BUCKETS = 4, 72, (3, 6, 12)
 OPTIONS = EngineOptions(cap=6, drafts=3, chunk=16, buckets=BUCKETS)
@@ -298,3 +299,11 @@ def test_what_cannot_be_tuned(subset, change, field):
         batch_costs.tune(engine, **dict(prompts=[[1, 2]], costs=some_costs()) | change)
     with pytest.raises(ConfigError, match="calls"):
         batch_costs.samples(engine, [[1, 2]], calls=0)
+    halves = EarlyExitEngine.make(p, config, slots=2, context=64, mesh=MeshConfig(data=2))
+    for call in (
+        lambda: batch_costs.tune(halves, [[1, 2]], costs=some_costs()),
+        lambda: batch_costs.measure(halves, [[1, 2]]),
+        lambda: batch_costs.engine_sizes(halves),
+    ):
+        with pytest.raises(ConfigError, match="mesh.data = 2: must be 1"):
+            call()

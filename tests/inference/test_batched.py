@@ -347,7 +347,7 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
         return ways[-1](*args, packed=packed, **kwargs)
 
     monkeypatch.setattr(attention, "_by_span", elsewhere)
-    scheduler = Scheduler(dataclasses.replace(engine, plan=hold), config, steps=3)
+    scheduler = Scheduler(dataclasses.replace(engine, plan=hold), steps=3)
     policy = ExitPolicy.make(config, 1, drafts=3)
     texts = prompts(4, [9, 14, 11])
     numbers = [add(scheduler, text, 20, policy=policy) for text in texts]
@@ -414,7 +414,7 @@ def test_logits_that_are_not_finite_are_their_own_requests_alone(subset, prompts
     options = EngineOptions(cap=4, drafts=2, buckets=(9,), chunk=12)
     engine = EarlyExitEngine.make(clean | {"embed": own}, config, options, slots=2, context=CONTEXT)
     hold = BatchPlan.make(3, 2, engine.options.buckets, fill=3, patience=2)
-    scheduler = Scheduler(dataclasses.replace(engine, plan=hold), config, steps=2)
+    scheduler = Scheduler(dataclasses.replace(engine, plan=hold), steps=2)
     policy = ExitPolicy.make(config, 1, 0.3, drafts=2)
     texts = prompts(2, [9, 30, 12, 5])
     texts[1] = [*texts[1][:25], bad]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from eejax.common.errors import ConfigError
-from eejax.inference.deepening import deepen, more_weights, on_host
+from eejax.inference.deepening import deepen, more_weights, on_host, select_slots
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
@@ -114,6 +114,17 @@ def test_what_is_on_the_host_is_made_once(subset, dtype):
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, np.asarray(b))
     assert jax.tree.structure(taken) == jax.tree.structure(want)
+
+
+def test_other_slots_have_the_plan_of_their_engine(subset):
+    """That of "speculative" waits until no slot can make another draft."""
+    p, config = subset((1, 3))
+    options = EngineOptions("speculative", cap=4, drafts=2, chunk=8, buckets=(6,))
+    two, one = (EarlyExitEngine.make(p, config, options, slots=n, context=CONTEXT) for n in (2, 1))
+    other, state = select_slots(two, two.start(), [1])
+    for plan in (other.plan, state.plan):
+        jax.tree.map(np.testing.assert_array_equal, plan, one.plan)
+    assert one.plan.fill.tolist() == [2, 2]
 
 
 def test_what_cannot_grow_says_so(subset):

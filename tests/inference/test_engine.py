@@ -92,6 +92,7 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
     exact = engine in ("recompute", "pipelined", "speculative")
     alone = Generator.make(p, slots.config, "posthoc" if exact else options)
     exits = slots.config.n_exits
+    drafts = SMALL.drafts if engine == "speculative" else 0
     asked, wanted = [], []
     for prompt in prompts(
         data.draw(st.integers(0, 99)),
@@ -105,7 +106,8 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
         if engine == "speculative":
             threshold = 1.0
         stops = data.draw(st.sampled_from([(), (32,), (101, 116)]))
-        asked.append((prompt, request(slots.config, prompt, limit, threshold, stops, **rules)))
+        made = request(slots.config, prompt, limit, threshold, stops, drafts=drafts, **rules)
+        asked.append((prompt, made))
         rules |= {} if engine == "full" else {"threshold": threshold}
         # In chunks of one size: each other one is a program of its own.
         *_, want = alone.stream([prompt], limit, stop_token_ids=stops, chunk=20, **rules)
@@ -236,7 +238,7 @@ def test_a_scripted_engine_follows_the_protocol():
     def script(prompt, i):
         return ((prompt[0] * 7 + i) % 90, (prompt[0] + i) % 2)
 
-    engine = ScriptedEngine(script, (2, 4), slots=2, context=CONTEXT)
+    engine = ScriptedEngine(script, config, slots=2, context=CONTEXT)
     asked = [([k, 3], request(config, [k, 3], k + 1, stops=(12,))) for k in range(6)]
     got = drive(engine, asked, 2, iter(lambda: 1, None))
     for k, mine in enumerate(got):
@@ -274,7 +276,7 @@ def test_what_does_not_fit_an_engine_is_named(subset):
             ask(bad)
     with pytest.raises(ConfigError, match=r"request.start = \[3\]: must be .*\[2\]"):
         engine.prefill([[1, 2]], request(config, [1, 2, 3], 4))
-    with pytest.raises(ConfigError, match="request.policy = 'thresholds of 0 exits'"):
+    with pytest.raises(ConfigError, match="policy = 'thresholds of 0 exits'"):
         engine.prefill([[1, 2]], request(config.replace(exits=()), [1, 2], 4))
     two = dict(policy=ExitPolicy.make(config, 2), sampling=SamplingParams.make(2))
     for one in ("policy", "sampling"):
@@ -309,7 +311,9 @@ def test_a_limit_beyond_the_context_ends_at_the_context(subset, prompts, name):
     engine = EarlyExitEngine.make(p, config, options, slots=SLOTS, context=CONTEXT)
     threshold = 0.4 if options.leaves_early else 1.0
     (asked,) = prompts(2, [5])
-    rows, _ = engine.prefill([asked], request(engine.config, asked, 120, threshold))
+    drafts = options.max_drafts
+    asked_row = request(engine.config, asked, 120, threshold, drafts=drafts)
+    rows, _ = engine.prefill([asked], asked_row)
     state, got = engine.insert(engine.start(), rows, [0]), []
     while state.live.any():
         state, record = engine.generate(state, 5)

@@ -90,7 +90,7 @@ def test_slots(model, want, for_gpu):
     short = EarlyExitEngine.make(model, CONFIG, slots=2, context=16)
     assert short.options.chunk == CONFIG.context_length  # of several requests, and at most 512
     engine = EarlyExitEngine.make(model, CONFIG, EngineOptions(buckets=BUCKETS), slots=2)
-    scheduler = Scheduler(engine, CONFIG)
+    scheduler = Scheduler(engine)
     policy = ExitPolicy.make(CONFIG, 1, [RULES["threshold"]], gate=RULES["gate"])
     numbers = [add(scheduler, prompt, NEW, policy=policy) for prompt in PROMPTS]
     outputs = scheduler.run()

@@ -148,7 +148,7 @@ PROMPTS = [np.random.default_rng(i).integers(8, V, 3 + i).tolist() for i in rang
 
 def run(engine, asked, preempt=lambda step: None, threshold=(0.8, 0.7)):
     """(texts, how they ended), through a scheduler; preempt(step): who is put back then."""
-    scheduler, texts, ends = Scheduler(engine, CONFIG, steps=1), {}, {}
+    scheduler, texts, ends = Scheduler(engine, steps=1), {}, {}
     for i, wish in enumerate(asked):
         policy = ExitPolicy.make(CONFIG, 1, threshold, drafts=2)
         sampling = SamplingParams.make(1, **SAMPLED.get(i, {}))
@@ -253,6 +253,6 @@ def test_what_is_out_of_range_is_named(wish, said):
 
 def test_engines_that_take_no_shaping_say_so(model):
     for engine in (engine_of(model), EarlyExitEngine.make(model, CONFIG, slots=2)):
-        scheduler = Scheduler(engine, CONFIG)
+        scheduler = Scheduler(engine)
         with pytest.raises(ConfigError, match="logits_params = 'LogitsParams': must be None with"):
             add(scheduler, [9], 3, logits_params=LogitsParams.make(V, presence=1.0))

@@ -95,3 +95,9 @@ def test_depths_there_cannot_be(model):
     for wrong in (0, 2):
         with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 1..1"):
             part.shrink(wrong)
+
+
+@pytest.mark.parametrize("engine", ["full", "speculative", "posthoc"])
+def test_an_engine_whose_segments_are_not_the_models_is_refused(model, engine):
+    with pytest.raises(ConfigError, match=f"engine = '{engine}': must be 'recompute'"):
+        PartialModel(*model, EngineOptions(engine), slots=2, depth=1)

@@ -357,6 +357,8 @@ def test_engines_of_one_device_and_of_stages_are_told_apart(subset):
             make(p, config, "pipelined")
     with pytest.raises(ConfigError, match="engine = 'full'"):
         PipelinedGenerator.make(p, config, MeshConfig(pipe=2), EngineOptions("full"))
+    with pytest.raises(ConfigError, match="options = 3: must be EngineOptions, or the name"):
+        PipelinedGenerator.make(p, config, MeshConfig(pipe=2), 3)
     g = PipelinedGenerator.make(p, config, MeshConfig(data=2, pipe=2))
     with pytest.raises(ConfigError, match=r"prompts = 3: must be a multiple of mesh.data"):
         g.generate([[1, 2]] * 3, 4)

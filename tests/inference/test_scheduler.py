@@ -18,8 +18,10 @@ from eejax.inference.options import EngineOptions
 from eejax.inference.payoff import Payoff
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
+from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler
+from eejax.inference.state import RequestRows
 from eejax.models.config import ExitConfig, ModelConfig
 
 CONFIG = ModelConfig(
@@ -43,7 +45,7 @@ def wanted(prompt, limit, stops, context):
 
 def random_operations(engine, operations, rng, submit):
     """Joins, leaves, cancels and put-backs at random; (what was asked, what was told)."""
-    scheduler = Scheduler(engine, CONFIG, steps=int(rng.integers(1, 5)))
+    scheduler = Scheduler(engine, steps=int(rng.integers(1, 5)))
     asked, told, ends, order = {}, {}, {}, []
     aborted, done = set(), 0
     while done < operations:
@@ -86,7 +88,7 @@ def listen(outputs, told, ends, order):
 
 
 def test_ten_thousand_random_operations_lose_nobody():
-    engine = ScriptedEngine(said, (2, 4), slots=5, context=64)
+    engine = ScriptedEngine(said, CONFIG, slots=5, context=64)
     rng = np.random.default_rng(0)
 
     def submit(scheduler, rng):
@@ -114,8 +116,8 @@ def test_ten_thousand_random_operations_lose_nobody():
 
 
 def test_nobody_starves_and_priority_goes_first():
-    engine = ScriptedEngine(said, (2, 4), slots=2, context=64)
-    scheduler = Scheduler(engine, CONFIG, steps=2)
+    engine = ScriptedEngine(said, CONFIG, slots=2, context=64)
+    scheduler = Scheduler(engine, steps=2)
     usual = [add(scheduler, [1, i], 6) for i in range(6)]
     urgent = add(scheduler, [9, 9], 6, priority=1)
     assert scheduler.waiting == [urgent, *usual]
@@ -132,8 +134,8 @@ def test_nobody_starves_and_priority_goes_first():
 
 
 def test_a_stream_of_later_requests_does_not_hold_an_earlier_one_up():
-    engine = ScriptedEngine(said, (2, 4), slots=2, context=64)
-    scheduler = Scheduler(engine, CONFIG, steps=1)
+    engine = ScriptedEngine(said, CONFIG, slots=2, context=64)
+    scheduler = Scheduler(engine, steps=1)
     first = add(scheduler, [5], 3)
     scheduler.step()
     scheduler.preempt(first)
@@ -157,7 +159,7 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     oracle = Generator.make(p, config, "posthoc")
     rng = np.random.default_rng(3)
     texts = prompts(4, rng.integers(1, 30, 10).tolist())
-    scheduler = Scheduler(slots, config, steps=3)
+    scheduler = Scheduler(slots, steps=3)
     told, ends, asked = {}, {}, {}
 
     def some(n, operations):
@@ -200,6 +202,50 @@ def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     assert compared > 60
 
 
+@pytest.mark.parametrize("engine", ["full", "speculative"])
+def test_layers_are_those_of_the_engines_own_exits(subset, prompts, engine):
+    """Neither emits from an early exit, and neither has both exits of the model."""
+    p, config = subset((1, 3))
+    drafts = 2 if engine == "speculative" else 0
+    options = EngineOptions(engine, cap=4, drafts=drafts, chunk=8, buckets=(3,))
+    scheduler = Scheduler(EarlyExitEngine.make(p, config, options, slots=2, context=48), steps=2)
+    text = prompts(2, [9])[0]
+    add(scheduler, text, 6)
+    add(scheduler, text, 6, policy=ExitPolicy.make(scheduler.engine.config, 1, 0.0, drafts=9))
+    outputs = scheduler.step()
+    limits = np.asarray(scheduler.state.request.policy.drafts).tolist()
+    assert limits == [drafts, drafts]
+    outputs += scheduler.run()
+    tokens = [t for o in outputs for t in o.tokens]
+    assert len(tokens) == 12 and {t.layers for t in tokens} == {config.n_layers}
+    with pytest.raises(ConfigError, match="policy = 'thresholds of 2 exits'"):
+        add(scheduler, text, 6, policy=ExitPolicy.make(config, 1))
+
+
+def test_a_request_may_have_fewer_drafts_than_the_engine(subset):
+    p, config = subset((1, 3))
+    options = EngineOptions("speculative", cap=4, drafts=3, chunk=8, buckets=(4,))
+    engine = EarlyExitEngine.make(p, config, options, slots=2, context=48)
+
+    def policy_of(policy):
+        scheduler = Scheduler(engine)
+        scheduler.add_request(EngineRequest("a", [1, 2], 3, policy))
+        policy = scheduler._jobs["a"].row.policy
+        return policy.drafts.tolist(), policy.can_leave.tolist(), policy.thresholds.tolist()
+
+    assert policy_of(None) == ([3], [True], [[1.0]])
+    assert policy_of(ExitPolicy.make(engine.config, 1, 0.5, drafts=1)) == ([1], [True], [[1.0]])
+    assert policy_of(ExitPolicy.make(engine.config, 1, 0.5)) == ([0], [False], [[1.0]])
+    rows = RequestRows.make(
+        engine.config,
+        [2],
+        [3],
+        ExitPolicy.make(engine.config, 1, drafts=1),
+        SamplingParams.make(1),
+    )
+    assert engine.prefill([[1, 2]], rows)[0].state.request.policy.drafts.tolist() == [1]
+
+
 def timed(now, exits):
     """Engines whose calls take so many seconds of the clock `now` with exits, and one without."""
 
@@ -218,7 +264,7 @@ def test_exits_are_turned_off_where_they_do_not_pay(subset, prompts):
     now = [0.0]
     engine = timed(now, 6.0).make(p, config, EngineOptions(cap=4, drafts=0), slots=2, context=160)
     payoff = Payoff(pairs=2, calls=100)
-    scheduler = Scheduler(engine, config, steps=4, payoff=payoff, clock=lambda: now[0])
+    scheduler = Scheduler(engine, steps=4, payoff=payoff, clock=lambda: now[0])
     texts = prompts(1, [9, 12])
     for text in texts:
         add(scheduler, text, 140, policy=ExitPolicy.make(config, 1, 0.0))
@@ -237,7 +283,7 @@ def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
     options = EngineOptions(cap=4, drafts=0, buckets=(4,))
     engine = timed(now, 2.0).make(p, config, options, slots=3, context=48)
     payoff = Payoff(pairs=2, calls=100)
-    scheduler = Scheduler(engine, config, steps=2, payoff=payoff, clock=lambda: now[0])
+    scheduler = Scheduler(engine, steps=2, payoff=payoff, clock=lambda: now[0])
     policy = ExitPolicy.make(config, 1, 0.3)
     numbers = [add(scheduler, text, 9, policy=policy) for text in prompts(6, [5] * 40)]
     ends, step = [], 0
@@ -252,7 +298,7 @@ def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
 
 
 def test_what_cannot_be_scheduled():
-    scheduler = Scheduler(ScriptedEngine(said, (2, 4), slots=2, context=16), CONFIG)
+    scheduler = Scheduler(ScriptedEngine(said, CONFIG, slots=2, context=16))
     for prompt, limit, more, field in [
         ([], 1, {}, "prompts"),
         ([1] * 16, 1, {}, "prompts"),
@@ -271,21 +317,21 @@ def test_what_cannot_be_scheduled():
             add(scheduler, prompt, limit, **more)
     assert scheduler.idle and not scheduler.abort("0") and not scheduler.preempt("3")
     with pytest.raises(ConfigError, match="payoff"):
-        Scheduler(ScriptedEngine(said, (2, 4), slots=2, context=16), CONFIG, payoff=Payoff())
+        Scheduler(ScriptedEngine(said, CONFIG, slots=2, context=16), payoff=Payoff())
 
     @dataclasses.dataclass(frozen=True)
     class Forgetful(ScriptedEngine):
         resumes = False
 
     with pytest.raises(ConfigError, match="resumes"):
-        Scheduler(Forgetful(said, (2, 4), slots=2, context=16), CONFIG).preempt("0")
+        Scheduler(Forgetful(said, CONFIG, slots=2, context=16)).preempt("0")
 
 
 def test_a_request_goes_on_in_another_scheduler():
     """What it has is not told again, and counts."""
 
     def make():
-        return Scheduler(ScriptedEngine(said, (2, 4), 2, 64), CONFIG, steps=2)
+        return Scheduler(ScriptedEngine(said, CONFIG, 2, 64), steps=2)
 
     prompt, limit = [5, 6, 7], 17
     first = make()
@@ -301,10 +347,10 @@ def test_a_request_goes_on_in_another_scheduler():
     assert outputs[-1].finish == "length" and len(rest) == limit - len(had)
     with pytest.raises(ConfigError, match=r"tokens = '17': must be fewer than 17"):
         add(make(), prompt, limit, tokens=[had[0]] * limit)
-    engine = dataclasses.replace(ScriptedEngine(said, (2, 4), 2, 64))
+    engine = dataclasses.replace(ScriptedEngine(said, CONFIG, 2, 64))
     object.__setattr__(engine, "resumes", False)
     with pytest.raises(ConfigError, match="the engine cannot resume"):
-        add(Scheduler(engine, CONFIG), prompt, limit, tokens=had)
+        add(Scheduler(engine), prompt, limit, tokens=had)
 
 
 @pytest.mark.parametrize(
@@ -331,7 +377,7 @@ def test_a_request_holds_plain_numbers():
 
 
 def test_an_id_is_free_once_its_end_was_reported():
-    scheduler = Scheduler(ScriptedEngine(said, (2, 4), slots=1, context=16), CONFIG)
+    scheduler = Scheduler(ScriptedEngine(said, CONFIG, slots=1, context=16))
     scheduler.add_request(EngineRequest("a", [1], 3))
     with pytest.raises(ConfigError, match="request_id = 'a': must not be the id of an unfinished"):
         scheduler.add_request(EngineRequest("a", [2], 3))

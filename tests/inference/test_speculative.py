@@ -38,7 +38,7 @@ def check_account(r, config, options):
         if below:
             tried = np.add.reduceat(drafted, starts)
             assert (run == run.astype(int)).all() and (run >= tried).all()
-    assert (r.prompt_lengths + r.lengths <= config.context_length).all()
+    assert ([len(p) for p in r.prompts] + r.lengths <= config.context_length).all()
 
 
 GEOMETRY = dict(
@@ -239,6 +239,7 @@ def test_thresholds_seeds_and_sampling_do_not_recompile(subset, prompts, compile
         (dict(draft_exit=2), r"draft_exit = 2: .*2 early exits, .*\[1, 3\]"),
         (dict(adapt=1), "adapt = 1: must be True or False"),
         (dict(num_segments=1), "num_segments = 1: must be None"),
+        (dict(cap=161), "cap = 161: must be at most 160"),
     ],
 )
 def test_options_that_cannot_be_are_named(subset, options, message):

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 
 from eejax.common.errors import require
+from eejax.inference.options import EngineOptions
 from eejax.inference.state import DecodeRecord, RequestRows
+from eejax.models.config import ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,20 +32,20 @@ class ScriptedEngine:
 
     Attributes:
       script: returns token and exit of a prompt's i-th new token.
-      boundaries: boundaries of the exits, the final one last.
+      config: the model whose exits it names.
     """
 
     script: Callable[[tuple[int, ...], int], tuple[int, int]]
-    boundaries: tuple[int, ...]
+    config: ModelConfig
     slots: int
     context: int
 
     resumes = True
-    takes_logits_params = True  # and ignores them
+    options = EngineOptions(logits_params=True)  # which it ignores
 
     @property
     def num_segments(self) -> int:
-        return len(self.boundaries)
+        return len(self.config.exit_boundaries)
 
     def start(self) -> tuple[ScriptedRow | None, ...]:
         return (None,) * self.slots
@@ -87,6 +89,7 @@ class ScriptedEngine:
 
     def _step(self, rows):
         """Emit one token of every row that has some left."""
+        boundaries = self.config.exit_boundaries
         said = [
             self.script(row.prompt, row.emitted) if row is not None and row.remaining else None
             for row in rows
@@ -110,7 +113,7 @@ class ScriptedEngine:
             logprob=np.zeros(len(rows), np.float32),
             confidence=np.ones(len(rows), np.float32),
             exit=column((-1 if s is None else s[1] for s in said), np.int32),
-            layers=column((0 if s is None else self.boundaries[s[1]] for s in said), np.int32),
+            layers=column((0 if s is None else boundaries[s[1]] for s in said), np.int32),
             margin=np.full(len(rows), np.inf, np.float32),
             drafted=np.zeros(len(rows), np.int32),
             accepted=np.zeros(len(rows), np.int32),

@@ -67,7 +67,7 @@ class Scripted:
         if self.broken and os.path.exists(self.broken):
             raise ValueError("the weights are gone")
         logging.getLogger(LOG).info("%d slots", self.slots)
-        engine = ScriptedEngine(script, (1, 3, 4), self.slots, CONFIG.context_length)
+        engine = ScriptedEngine(script, CONFIG, self.slots, CONFIG.context_length)
         template = None if self.template is None else (self.template, {"bos_token": ""})
         return BuiltEngine(engine, CONFIG, self.tokenizer, template)
 
