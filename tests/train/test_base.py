@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import small_runs
 
+from eejax.checkpoint.files import only_user
 from eejax.checkpoint.hf import save_pretrained
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.configs import layerskip
-from eejax.data import ByteTokenizer
+from eejax.data import ByteTokenizer, load_tokenizer
 from eejax.losses import multi_exit_loss
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train import base as bases
@@ -346,8 +347,22 @@ def test_the_tokenizer_of_a_run_is_left_as_it_is(tmp_path, run):
         (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     other = ByteTokenizer()
     other.chat = "{{ messages }}"
-    bases._keep(other, folder)
+    bases._keep(other, tmp_path)
     assert (folder / "kept").exists() == run
+
+
+def test_a_run_in_use_keeps_its_chat_template(text, base, tmp_path):
+    inputs.save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
+    other = ByteTokenizer()
+    other.chat = "{{ messages }}"
+    inputs.save_tokenizer(other, tmp_path / "other")
+    config = configuration(text, base)
+    config.data.tokenizer = str(tmp_path / "other")
+    with only_user(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
+        bases.with_base(config, tmp_path)
+    assert load_tokenizer(tmp_path / "tokenizer").chat is None
+    bases.with_base(config, tmp_path)
+    assert load_tokenizer(tmp_path / "tokenizer").chat == other.chat
 
 
 @pytest.mark.parametrize("run", [True, False])
