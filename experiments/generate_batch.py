@@ -87,7 +87,7 @@ class Line(NamedTuple):
 
 
 def main() -> None:
-    given = prompt_files.read("input", _INPUT.value)
+    given = prompt_files.read("input", _INPUT.value).split("\n")
     lines = [parsed(i, text) for i, text in enumerate(given, 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
     if _RESUME.value and _OUTPUT.value is None:

@@ -14,6 +14,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 from tqdm import tqdm
@@ -27,6 +28,9 @@ from eejax.experiments import (
     interrupts,
     library_logs,
 )
+
+if TYPE_CHECKING:
+    from eejax.train.loop import TrainResult
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
 RENAMED_FLAGS = {
@@ -163,6 +167,12 @@ def configured(workdir: str | os.PathLike | None = None):
     return with_base(config.value, workdir, config_flags.get_override_values(config))
 
 
+def end_if_stopped(result: TrainResult) -> None:
+    """End the process with status 128 + signal if a signal stopped the training of `result`."""
+    if result.stopped is not None:
+        sys.exit(128 + result.stopped)
+
+
 def say(text: str) -> None:
     """Print a line of progress to standard error, above a bar if there is one."""
     tqdm.write(text, file=sys.stderr)
@@ -190,6 +200,8 @@ def _end(error: BaseException, message: str) -> None:
     from eejax.sharding import distributed
 
     lost = distributed.lost(error)
+    if lost:  # a guess: any error of XLA may be another process's end
+        traceback.print_exception(error)
     print(f"error: {lost}" if lost else message, file=sys.stderr)
     distributed.leave(1, alone=lost is not None)
 

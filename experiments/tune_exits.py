@@ -59,8 +59,7 @@ def main() -> None:
     result = fit(experiment(), _WORKDIR.value)
     if result.evaluation is not None and distributed.is_first():
         print(result.evaluation.table())
-    if result.stopped is not None:
-        sys.exit(128 + result.stopped)
+    launch.end_if_stopped(result)
 
 
 def experiment():

@@ -116,7 +116,9 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
         return "the base is made of the run in that folder; give the new run a folder of its own."
     for folder in (CHECKPOINTS, TUNING):
         if (workdir / folder).exists():
-            return f"there is a run in it ({folder}/) already; give the new one a folder of its own."
+            return (
+                f"there is a run in it ({folder}/) already; give the new one a folder of its own."
+            )
     if (workdir / sidecar.SETTINGS).is_file():
         kind = "an exported model" if opened(workdir) is None else "a calibrated run"
         return (

@@ -62,15 +62,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
 class MetricsWriter:
     """Writer of records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
 
-    A run that resumes after step `resumed` drops later records, so that no step appears twice.
-    Numbers that are not finite become null, and are not drawn. If a write fails, `OSError` names
-    the file.
+    A run that resumes after step `resumed` drops later records, so that no step appears twice. One
+    that begins, with `resumed` 0, drops all. Numbers that are not finite become null, and are not
+    drawn. If a write fails, `OSError` names the file.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, resumed: int = 0):
         workdir = pathlib.Path(workdir)
         path = workdir / METRICS
-        kept = [r for r in read_metrics(workdir) if r["step"] <= resumed]
+        kept = [r for r in read_metrics(workdir) if resumed and r["step"] <= resumed]
         if bad := _unreadable(path):
             logging.warning("%s: %d lines are no records and are dropped", path, bad)
         write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
