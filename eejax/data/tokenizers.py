@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a `tokenizer.json`, and training and loading of them."""
+"""Tokenizers: bytes and `tokenizer.json`, and the training of a BPE."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from eejax.common.errors import DataError, require
+from eejax.common.errors import DataError, naming_file, require
 from eejax.data.sources import Document, FieldDocument
 from eejax.data.special import MARK, Splitter, parts
 from eejax.data.streams import PieceStream, TextStream
@@ -401,8 +403,27 @@ def train_bpe(
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
-    """Write `tokenizer` into the folder `path`; `load_tokenizer(path)` reads it."""
-    tokenizer.save(path)
+    """Write `tokenizer` into the folder `path`; `load_tokenizer(path)` reads it.
+
+    A kill or a full disk leaves no partial folder. Files of a folder that exists are replaced, each
+    completely or not at all. Raises `OSError` naming the folder.
+    """
+    folder = pathlib.Path(os.path.abspath(path))
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed here
+    try:
+        with naming_file(folder):
+            tokenizer.save(part)
+            for file in part.iterdir():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+            if folder.is_dir():
+                for file in part.iterdir():
+                    file.replace(folder / file.name)
+            else:
+                part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

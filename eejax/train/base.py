@@ -34,7 +34,7 @@ from eejax.checkpoint.model import (
 from eejax.common.errors import CheckpointError, DataError, require, require_count
 from eejax.common.paths import expanded
 from eejax.data.tokenizer_files import load_tokenizer
-from eejax.data.tokenizers import Tokenizer
+from eejax.data.tokenizers import Tokenizer, save_tokenizer
 from eejax.models.config import ModelConfig
 from eejax.sharding import distributed
 from eejax.train import inputs
@@ -180,7 +180,7 @@ def _keep(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
             if old.fingerprint != tokenizer.fingerprint or old.chat == tokenizer.chat:
                 return
             shutil.rmtree(folder)
-        inputs.save_tokenizer(tokenizer, folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def _model(

@@ -31,7 +31,7 @@ from eejax.common.errors import CheckpointError, require_given
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join, path_name, split
 from eejax.data.tokenizer_files import load_tokenizer
-from eejax.data.tokenizers import Tokenizer, check_vocabulary
+from eejax.data.tokenizers import Tokenizer, check_vocabulary, save_tokenizer
 from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.models.exits import head_name
@@ -77,8 +77,10 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
     if tokenizer is None:
         assert base.pretrained is not None  # a run has a tokenizer
         tokenizer = _tokenizer(base.pretrained, experiment, workdir)
-    if not (workdir / TOKENIZER).is_dir():
-        inputs.save_tokenizer(tokenizer, workdir / TOKENIZER)
+    folder = workdir / TOKENIZER
+    distributed.broadcast_from_process_zero(
+        lambda: folder.is_dir() or save_tokenizer(tokenizer, folder)
+    )
     # Another run's tokenizer would give the model other tokens.
     load_run_tokenizer(workdir, {"tokenizer": tokenizer.fingerprint})
     # Compiled, so that XLA drops the initialization of the rest of the model.

@@ -20,7 +20,8 @@ from tensorboardX.proto.event_pb2 import (  # Protocol Buffers make the classes 
 )
 from tqdm import tqdm
 
-from eejax.checkpoint.files import naming, write_text
+from eejax.checkpoint.files import write_text
+from eejax.common.errors import naming_file
 from eejax.models.config import ModelConfig
 
 METRICS = "metrics.jsonl"
@@ -84,14 +85,14 @@ class MetricsWriter:
             return v if not isinstance(v, float) or math.isfinite(v) else None
 
         written = {k: finite(v) for k, v in values.items()}
-        with naming(self._path):
+        with naming_file(self._path):
             self._file.write(json.dumps({"step": step} | written) + "\n")
             self._file.flush()
         self._board.write(step, {k: v for k, v in written.items() if v is not None})
 
     def close(self) -> None:
         try:
-            with naming(self._path):
+            with naming_file(self._path):
                 self._file.close()
         finally:
             self._board.close()
@@ -117,7 +118,7 @@ class _Board:
     def __init__(self, folder: pathlib.Path, resumed: int, *, flush_seconds: float = 10.0):
         self._folder, self._every = folder, flush_seconds
         self._flushed = time.monotonic()
-        with naming(folder):
+        with naming_file(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._events = EventsWriter(str(folder / "events"))
             if resumed:  # TensorBoard itself hides what was recorded from this step on
@@ -128,7 +129,7 @@ class _Board:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = time.time()
-        with naming(self._folder):
+        with naming_file(self._folder):
             for name, value in values.items():
                 scalar = summary.scalar(name, value)
                 self._events.write_event(Event(wall_time=now, step=step, summary=scalar))
@@ -137,7 +138,7 @@ class _Board:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        with naming(self._folder):
+        with naming_file(self._folder):
             self._events.close()
 
 

@@ -17,7 +17,7 @@ from eejax.checkpoint.hf import save_pretrained
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.configs import layerskip
-from eejax.data import ByteTokenizer, load_tokenizer
+from eejax.data import ByteTokenizer, load_tokenizer, save_tokenizer
 from eejax.losses import multi_exit_loss
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train import base as bases
@@ -340,7 +340,7 @@ def test_another_tokenizer_than_the_base_s_is_refused(text, base, tmp_path):
 @pytest.mark.parametrize("run", [True, False])
 def test_the_tokenizer_of_a_run_is_left_as_it_is(tmp_path, run):
     folder = tmp_path / "tokenizer"
-    inputs.save_tokenizer(ByteTokenizer(), folder)
+    save_tokenizer(ByteTokenizer(), folder)
     (folder / "kept").touch()
     (tmp_path / "checkpoints").mkdir()  # empty after a kill before the first checkpoint
     if run:
@@ -352,10 +352,10 @@ def test_the_tokenizer_of_a_run_is_left_as_it_is(tmp_path, run):
 
 
 def test_a_run_in_use_keeps_its_chat_template(text, base, tmp_path):
-    inputs.save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
+    save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
     other = ByteTokenizer()
     other.chat = "{{ messages }}"
-    inputs.save_tokenizer(other, tmp_path / "other")
+    save_tokenizer(other, tmp_path / "other")
     config = configuration(text, base)
     config.data.tokenizer = str(tmp_path / "other")
     with only_user(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
@@ -370,7 +370,7 @@ def test_facts_count_where_there_is_a_checkpoint(text, base, trained, tmp_path, 
     facts = bases.remembered(trained[0])
     other = facts._replace(config=facts.config.replace(temperature=9.0))
     bases.remember(tmp_path, other)  # of an attempt with what the base was then
-    inputs.save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
+    save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
     (tmp_path / "checkpoints" / ("2" if run else "2.orbax-checkpoint-tmp")).mkdir(parents=True)
     found = bases.with_base(configuration(text, base), tmp_path).model
     assert found == (other.config if run else load_run(base).config)
@@ -382,8 +382,8 @@ def test_a_run_resumes_with_the_tokenizer_and_template_it_began_with(text, base,
     (tmp_path / "checkpoints" / "6").mkdir(parents=True)
     mine, other = ByteTokenizer(), ByteTokenizer()
     mine.chat, other.chat = "{{ messages }}", "{{ messages[0] }}"
-    inputs.save_tokenizer(mine, tmp_path / "tokenizer")
-    inputs.save_tokenizer(other, tmp_path / "other")
+    save_tokenizer(mine, tmp_path / "tokenizer")
+    save_tokenizer(other, tmp_path / "other")
     config = configuration(text, base)
     for chosen in ("bytes", str(tmp_path / "tokenizer"), str(tmp_path / "deleted")):
         config.data.tokenizer = chosen
