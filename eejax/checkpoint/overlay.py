@@ -57,7 +57,7 @@ class Overlay(NamedTuple):
 
         Raises CheckpointError for files that are cut off or of different models.
         """
-        side = sidecar.Sidecar.of(self.path, self.config, content=self.content)
+        side = sidecar.Sidecar.of(self.path, self.config, self.content)
 
         def one(path, struct):
             read = side.reader(f"{OWN}{path_name(path)}")

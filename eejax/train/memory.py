@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -154,17 +154,13 @@ def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
     )
 
 
-def compile_step(
-    experiment: Experiment,
-    # To type checkers `jax.Device` is a variable.
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
-) -> jax.stages.Compiled:
+def compile_step(experiment: Experiment) -> jax.stages.Compiled:
     """Compile the training step of `experiment` for its mesh from shapes; nothing is allocated.
 
     Raises:
-      ConfigError: if there are too few `devices` (default: all).
+      ConfigError: if there are too few devices.
     """
-    program = Program(experiment, make_mesh(experiment.mesh, devices))
+    program = Program(experiment, make_mesh(experiment.mesh))
     shape = experiment.train.batch_size, experiment.data.length
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     names = ["tokens", "labels"]

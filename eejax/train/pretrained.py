@@ -6,8 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax.sharding import Mesh
-
 import eejax
 from eejax.checkpoint import overlay
 from eejax.checkpoint.hf import Pretrained, load_pretrained
@@ -28,7 +26,6 @@ def import_pretrained(
     data: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
     dtype: str = "float32",
-    mesh: Mesh | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> Pretrained:
     """Write a pretrained model into `workdir`, as the checkpoint of step 0 of a run.
@@ -51,7 +48,7 @@ def import_pretrained(
         raise CheckpointError(f"{workdir} holds a run already. Remove it, or name another workdir.")
     overlay.require_free(workdir)
     path = fetched(source)
-    loaded = load_pretrained(path, mesh=mesh, watch=watch)
+    loaded = load_pretrained(path, watch=watch)
     config = loaded.config.replace(dtype=dtype)
     chosen = tokenizer_of(path, loaded.raw, config.vocab_size, tokenizer)
     text = {
@@ -73,7 +70,6 @@ def import_pretrained(
         "averaged": False,
         "data": {},
         "pretrained": {
-            "source": os.fspath(source),
             "family": loaded.family.model_type,
             "generation": dict(loaded.generation),
         },

@@ -423,20 +423,6 @@ def test_exits_with_routers_are_not_trained(base, tune):
         Experiment.from_dict(values | {"train": {"base": str(base)}})
 
 
-def test_runs_of_older_versions_are_read(base, tmp_path):
-    """Their base was in the section that now says what is trained."""
-    from eejax.train.runs import saved_experiment
-
-    values = load_run(base).metadata["experiment"]
-    rest = {k: v for k, v in values["train"].items() if not k.startswith("base")}
-    tune = {"base": "runs/a", "base_step": 3, "exits": [1], "start": "copy"}
-    old = json.loads(json.dumps(values | {"train": rest, "tune": tune}))
-    new = saved_experiment({"experiment": old})
-    assert (new.train.base, new.train.base_step, new.tuned) == ("runs/a", 3, (1,))
-    plain = tune | {"base": None, "base_step": None, "exits": []}
-    assert saved_experiment({"experiment": old | {"tune": plain}}).tuned is None
-
-
 def test_a_part_without_parameters_is_refused():
     config = ModelConfig(23, 2, 16, 2, 16, head="tied", final_norm=False)
     with pytest.raises(

@@ -42,7 +42,6 @@ def save_pretrained(
     tokenizer: Tokenizer | None = None,
     generation: Mapping[str, Any] = types.MappingProxyType({}),
     dtype: str = "float32",
-    shard: int = SHARD,
 ) -> str:
     """Write the new folder `path` and return its family.
 
@@ -55,7 +54,6 @@ def save_pretrained(
       generation: contents of generation_config.json, as in `Pretrained`; ids that the tokenizer
         knows are taken from the tokenizer.
       dtype: dtype of the written weights.
-      shard: maximum bytes of a file of weights.
 
     Raises:
       ConfigError: if no family has such a model; it names what none of them could represent.
@@ -77,7 +75,7 @@ def save_pretrained(
         part = _fresh(path)
         (part / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         generations.write(part, generation, ids)
-        _write_weights(part, tensors(base, tree, chosen), dtype, shard)
+        _write_weights(part, tensors(base, tree, chosen), dtype)
         sidecar.write(part, config, tree, dtype)
         if tokenizer is not None:
             save_for_transformers(tokenizer, part, config.context_length)
@@ -151,7 +149,7 @@ def _leaf(tree: Tree, rule: Rule, ours: str, i: int | None) -> jax.Array:
     return node if i is None else node[i]
 
 
-def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
+def _write_weights(path: pathlib.Path, made, dtype: str) -> None:
     held: dict[str, np.ndarray] = {}
     files: list[list[str]] = []
     total = 0
@@ -167,7 +165,7 @@ def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
     for name, tensor in made:
         tensor = np.ascontiguousarray(tensor.astype(jnp.dtype(dtype)))
         total += tensor.nbytes
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > most:
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > SHARD:
             flush()
         held[name] = tensor
     flush()
