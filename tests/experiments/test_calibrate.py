@@ -319,12 +319,12 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (["--label=cosine", "--bound=2"], ConfigError, "bound = .*must be cosines"),
-        (["--boundaries=3"], ConfigError, r"boundaries = .*must be in 0..2"),
+        (["--label=cosine", "--bound=2"], ConfigError, "^--bound = .*must be cosines"),
+        (["--boundaries=3"], ConfigError, r"^--boundaries = .*must be in 0..2"),
         (["--boundaries=one"], ConfigError, "--boundaries = 'one'"),
         (["--boundaries=1,1"], ConfigError, r"boundaries = \[1, 1\]: must be in 0..2, each once"),
-        (["--seed=-1"], ConfigError, "seed = -1: must be an integer of at least 0"),
-        (["--width=100000"], ConfigError, "width = 100000: must be at most 8192"),
+        (["--seed=-1"], ConfigError, "^--seed = -1: must be an integer of at least 0"),
+        (["--width=100000"], ConfigError, "^--width = 100000: must be at most 8192"),
         (["--source=absent.txt"], DataError, "--source = 'absent.txt': absent.txt does not exist"),
         (["--label=kl", "--bound=0"], DataError, "no exit has 100 positive tokens"),
     ],
