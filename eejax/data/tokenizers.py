@@ -48,12 +48,16 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer; `eos_id` also ends documents.
 
     Attributes:
+      vocab_size: number of ids.
+      eos_id: token that ends a text, if there is one.
+      bos_id: token that begins a text, if there is one.
       adds_bos: whether texts begin with `bos_id`, as in a pretrained model's training.
       end_ids: all tokens that end a text, `eos_id` among them.
       chat: source of the chat template, if the model has one.
       special: names of special tokens by their variables in templates: "bos_token", "pad_token",
         ...
       control: ids of the special tokens by their names, which users' text cannot contain.
+      fingerprint: text that differs between tokenizers that give any text other ids.
     """
 
     chat: str | None
@@ -192,6 +196,9 @@ class JsonTokenizer:
       definition: content of the file.
       eos: name of the special token that ends texts.
       bos: name of the special token that begins texts.
+      vocab_size: number of ids.
+      eos_id: token that ends a text, if there is one.
+      bos_id: token that begins a text, if there is one.
       adds_bos: whether texts begin with `bos`; by default if the file's own template puts it there.
       ends: ids that end a text besides `eos`.
       chat: the source of a chat template.

@@ -7,7 +7,7 @@
       packed/         the data set itself, which gets its name when it is whole
         tokens.bin, names.txt, tokenizer/, and at the end the rest
 
-Files only grow, and what lies behind the last commit is cut off before going on.
+Files only grow, and bytes after the last commit are cut off on resuming.
 """
 
 from __future__ import annotations

@@ -267,13 +267,13 @@ def _compared(raw: Raw, config: ModelConfig, tree: Tree, family: Family, say):
     if found.sure:
         return found.config, f"{about} is a model {found.comparison}"
     config = found.config
-    told = (
+    message = (
         f"{about} may be one of norm {config.norm!r}, {config.norm_placement!r}, residual "
         f"{config.residual!r}, position {config.position!r}, activation {config.activation!r}: a "
         f"guess, {found.comparison}"
     )
-    warnings.warn(told, stacklevel=3)
-    return config, told
+    warnings.warn(message, stacklevel=3)
+    return config, message
 
 
 def fetched(source: str | os.PathLike) -> pathlib.Path:
@@ -371,11 +371,11 @@ class _Tensors:
         folder.require_whole(spare)
         missing = sorted(wanted - set(self._names))
         if missing or unexpected:
-            told = [f"has no {brief(missing)}"] * bool(missing)
-            told += [f"has {brief(sorted(unexpected))}"] * bool(unexpected)
+            differ = [f"has no {brief(missing)}"] * bool(missing)
+            differ += [f"has {brief(sorted(unexpected))}"] * bool(unexpected)
             raise CheckpointError(
                 f"{folder.path}: is not what its {CONFIG} describes, a {family.model_type} of "
-                f"{config.n_layers} layers: it {', and '.join(told)}."
+                f"{config.n_layers} layers: it {', and '.join(differ)}."
             )
 
     def read(self, names: tuple[str, ...]) -> tuple[np.ndarray, ...]:

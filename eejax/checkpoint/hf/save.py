@@ -108,7 +108,7 @@ def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]
     """Return the family, and config.json's values that it reads as `config`. Raises ConfigError."""
     if name is not None:
         require_one_of("family", name, tuple(sorted(FAMILIES)))
-    told = []
+    messages = []
     for family in [FAMILIES[name]] if name else FAMILIES.values():
         try:
             values = family.write(config)
@@ -118,10 +118,10 @@ def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]
                 return family, values
         except (CheckpointError, ConfigError) as error:
             differ = str(error)
-        told.append(
+        messages.append(
             (max(1, differ.count(" and not ")), f"{family.model_type}: {differ.rstrip('.')}")
         )
-    least = min(told, key=lambda one: one[0])[1]
+    least = min(messages, key=lambda one: one[0])[1]
     raise ConfigError(
         f"no model of {'family ' + name if name else 'any family'} is like this one. Nearest is "
         f"{least}. register_family() makes another known."
