@@ -171,15 +171,15 @@ def parsed(number: int, text: str) -> Line:
 
 def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[int]]]:
     """Encode the prompts; return the lines, with errors, and the tokens by line."""
-    ids, valid = {}, []
+    ids, checked = {}, []
     for line in lines:
         if not line.error:
             try:
                 ids[line.number] = tokenizer.encode(line.wants["prompt"]).tolist()
             except DataError as error:
                 line = line._replace(error=str(error).rstrip("."))
-        valid.append(line)
-    return valid, ids
+        checked.append(line)
+    return checked, ids
 
 
 def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -> int:

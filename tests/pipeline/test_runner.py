@@ -239,24 +239,6 @@ def test_the_auxiliary_losses_of_stages_are_the_gradient_of_the_whole_loss():
         compare(grads, want_grads)
 
 
-def test_the_loss_differentiates_like_any_loss():
-    pipeline = built(CONFIG, MeshConfig(pipe=2))
-    value = placed(pipeline.layout, params.init(CONFIG, jax.random.key(1)), pipeline.mesh)
-    batch, weights = batch_of(CONFIG, 4), jnp.ones(3)
-    rest = ({}, weights, None, batch, jnp.zeros((), jnp.int32))
-    table = tabled(pipeline, 2)
-    sums = jax.jit(runner.gradients(pipeline, table))(value, *rest)
-
-    def mean(value):
-        total, exits = runner.loss(pipeline, table)(value, *rest)
-        return total / exits.num_tokens.astype(jnp.float32), exits.sums
-
-    (loss, _), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(value)
-    count = float(sums.exits.num_tokens)
-    np.testing.assert_allclose(loss, sums.total / count, rtol=1e-6)
-    compare(grads, jax.tree.map(lambda g: g / count, sums.grads), 1e-6)
-
-
 def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
     """Over many microbatches a sum in bfloat16 stops growing: each addend would be rounded off."""
     config = CONFIG.replace(dtype="bfloat16")
