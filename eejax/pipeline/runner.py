@@ -309,7 +309,7 @@ class _Operations:
             (ge,) = jax.vjp(lambda e: stage.embed(e, m, context), stage.embedding(stage.params))[1](
                 gx
             )
-            group, row = stage.layout.find(TOKENS, 0)
+            group, row = stage.stage_layout.find(TOKENS, 0)
             add_row(row, refs[group], ge.pop(TOKENS))
             if ge:
                 jax.tree.map(functools.partial(add_row, ...), refs["embed"], ge)
@@ -329,7 +329,7 @@ def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> Bat
     if stage.factors is not None:  # before copies are added: each stage has its own factor
         factor = stage.own(stage.factors.gradients)
         grads = jax.tree.map(lambda g: g * factor, grads)
-    for group, tables in stage.layout.slots.items():
+    for group, tables in stage.stage_layout.slots.items():
         if group in grads:
             for slots in tables.values():
                 grads[group] = _sum_copies(stage, grads[group], slots)

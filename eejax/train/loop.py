@@ -23,6 +23,7 @@ from eejax.checkpoint.model import CHECKPOINTS, TOKENIZER, TUNING
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join
 from eejax.data.prefetch import import_grain
+from eejax.pipeline.stage import Arrays
 from eejax.sharding import distributed
 from eejax.sharding.mesh import make_mesh
 from eejax.train import base as bases
@@ -36,7 +37,7 @@ from eejax.train.run_checkpoints import RunCheckpoints
 from eejax.train.run_report import RunReport
 from eejax.train.signals import Stopping, StopRequest
 from eejax.train.state import TrainState
-from eejax.train.step import Arrays, Metrics, put_batch
+from eejax.train.step import Metrics, put_batch
 
 CONFIG = "config.json"
 
