@@ -155,6 +155,7 @@ class PipelineStage:
         return self.vary(x)
 
     def no_totals(self) -> Totals:
+        """Return totals of 0."""
         n, sequence = len(self.partition.which), self.axes.sequence
         squares = jnp.zeros(n)
         if sequence:
@@ -177,23 +178,23 @@ class PipelineStage:
         return vary_over(tree, P())
 
     def context(self, m: jax.Array) -> layers.LayerContext:
-        def at(a):
-            return lax.dynamic_index_in_dim(a, m, 0, keepdims=False)
-
+        """Return what all layers share for microbatch m."""
         return layers.make_context(
             self.config,
             self.positions(m),
-            segment_ids=at(self.batch["segment_ids"]) if "segment_ids" in self.batch else None,
-            dropout_keys=None if self.keys is None else at(self.keys),
+            segment_ids=get(self.batch["segment_ids"], m) if "segment_ids" in self.batch else None,
+            dropout_keys=None if self.keys is None else get(self.keys, m),
         )
 
     def positions(self, m: jax.Array) -> jax.Array:
+        """Return the positions [b, t] of microbatch m, or [1, t] if all rows have the same."""
         if "positions" in self.batch:
-            return lax.dynamic_index_in_dim(self.batch["positions"], m, 0, keepdims=False)
+            return get(self.batch["positions"], m)
         return jnp.arange(self.batch["tokens"].shape[-1])[None]
 
     def embed(self, embedding: Tree, m: jax.Array, context: layers.LayerContext) -> jax.Array:
-        tokens = lax.dynamic_index_in_dim(self.batch["tokens"], m, 0, keepdims=False)
+        """Return the embedding [b, t, d] of microbatch m."""
+        tokens = get(self.batch["tokens"], m)
         positions = self.positions(m)
         x = transformer.embed({"embed": embedding}, self.config, tokens, positions, self.axes)
         return layers.dropout(x, self.config.dropout, context.dropout_keys, 0, 2, self.axes)
