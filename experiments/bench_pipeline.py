@@ -383,7 +383,7 @@ def single(scale: int, pairs: int) -> tuple[dict[str, np.ndarray], float]:
     )
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(
-        step=zero, params=pipeline.layout.from_stages(parameters), opt_state=(), skipped=zero
+        step=zero, params=pipeline.stage_layout.from_stages(parameters), opt_state=(), skipped=zero
     )
     batch = slot_costs.batch(pipeline, TIMED_MICROBATCHES, length)
     weights = jnp.ones(model.n_exits + 1)

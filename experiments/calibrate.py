@@ -29,49 +29,48 @@ import time
 import numpy as np
 from absl import flags
 
+from eejax import calibration
+from eejax.checkpoint import overlay
+from eejax.checkpoint.files import only_user
+from eejax.common.errors import ConfigError, DataError
 from eejax.common.paths import expanded
-from eejax.experiments import launch
+from eejax.data import save_tokenizer
+from eejax.experiments import field_flags, launch
+from eejax.train.runs import open_run
 
-_BASE = flags.DEFINE_string("base", None, "The run whose model gets routers.")
-_STEP = flags.DEFINE_integer("step", None, "Checkpoint of the base; the newest by default.")
+_RUN = field_flags.define(
+    open_run,
+    {"workdir": "base", "step": "step"},
+    helps={"workdir": "the run whose model gets routers"},
+)
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the new run.")
 _SOURCE = flags.DEFINE_list("source", None, "Text files or globs; the base's by default.")
-_EVERY = flags.DEFINE_integer("every", 4, "Layers between exits, for a model without exits.")
-_BOUNDARIES = flags.DEFINE_list("boundaries", None, "Boundaries of the exits that get routers.")
-_WIDTH = flags.DEFINE_integer("width", 128, "Bottleneck of a router: TIDE has 64, 128 or 256.")
-_LABEL = flags.DEFINE_enum("label", "top1", ["top1", "cosine", "kl"], "Which tokens should leave.")
-_BOUND = flags.DEFINE_list("bound", None, "Bound of cosine (0.98) or kl (0.1): one, or one an exit")
-_TOKENS = flags.DEFINE_integer(
-    "tokens", 200_000, "Maximum tokens of text, evenly spread.", lower_bound=1
+_MODEL = field_flags.define(
+    calibration.calibrate_model,
+    ("every", "boundaries", "tokens"),
+    helps={"boundaries": "exits that get routers; by default those of the model, or of --every"},
+    lists=["boundaries"],
 )
-_EPOCHS = flags.DEFINE_integer("epochs", 12, "Passes over the tokens in training.")
-_SEED = flags.DEFINE_integer("seed", 0, "Seed of the training and of the held-out windows.")
+_OPTIONS = field_flags.define(
+    calibration.RouterOptions, ("width", "label", "bound", "epochs", "seed"), lists=["bound"]
+)
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
-flags.mark_flags_as_required(["base", "workdir"])
+flags.mark_flags_as_required(["workdir"])
 
 AGREEMENTS = (0.99, 0.95, 0.9)
 DELTA, EPSILON = 0.05, 0.1  # guaranteed share of changed tokens, and the chance of more
 BATCH = 16
 
 
+@launch.flags_named({})
 def main() -> None:
-    from eejax import calibration
-    from eejax.checkpoint import overlay
-    from eejax.checkpoint.files import only_user
-    from eejax.common.errors import ConfigError, DataError
-    from eejax.data import save_tokenizer
-    from eejax.train.runs import open_run
-
     begun = time.monotonic()
-    bound = _BOUND.value and launch.numbers("bound", _BOUND.value, float)
-    boundaries = _BOUNDARIES.value and launch.numbers("boundaries", _BOUNDARIES.value, int)
-    options = calibration.RouterOptions(
-        width=_WIDTH.value, label=_LABEL.value, bound=bound, epochs=_EPOCHS.value, seed=_SEED.value
-    )
-    workdir = expanded(_WORKDIR.value)
-    if reason := overlay.spoilt(workdir, _BASE.value):
-        raise ConfigError(f"--workdir = {_WORKDIR.value!r} with --base = {_BASE.value!r}: {reason}")
-    run = open_run(_BASE.value, step=_STEP.value)
+    options, settings = _OPTIONS(), _MODEL.values()
+    settings["boundaries"] = settings["boundaries"] and sorted(settings["boundaries"])
+    workdir, base = expanded(_WORKDIR.value), _RUN["workdir"]
+    if reason := overlay.spoilt(workdir, base):
+        raise ConfigError(f"--workdir = {_WORKDIR.value!r} with --base = {base!r}: {reason}")
+    run = _RUN()
     model = run.model
     workdir.mkdir(parents=True, exist_ok=True)
     with only_user(workdir):
@@ -81,9 +80,7 @@ def main() -> None:
                 model,
                 batches,
                 options,
-                every=_EVERY.value,
-                boundaries=boundaries and sorted(boundaries),
-                tokens=_TOKENS.value,
+                **settings,
                 folder=workdir / "calibration",
                 about={"text": fingerprint, "step": model.step},
                 watch=launch.say,
@@ -93,9 +90,7 @@ def main() -> None:
             raise
         save_tokenizer(model.tokenizer, workdir / "tokenizer")
         metadata = model.metadata | {"experiment": experiment(run, routed.config).to_dict()}
-        overlay.write_overlay(
-            workdir, _BASE.value, model.step, routed.config, routed.params, metadata
-        )
+        overlay.write_overlay(workdir, base, model.step, routed.config, routed.params, metadata)
         shutil.rmtree(workdir / "calibration")
     seconds = time.monotonic() - begun
     found = routed.calibration
@@ -157,10 +152,10 @@ def experiment(run, config):
 def text(run, workdir: pathlib.Path):
     """Return (batches of the text to calibrate on, its fingerprint)."""
     from eejax import data
-    from eejax.common.errors import DataError
     from eejax.train import inputs
 
-    config, limit = run.experiment.data, -(-_TOKENS.value // (BATCH * run.experiment.data.length))
+    config = run.experiment.data
+    limit = -(-_MODEL["tokens"] // (BATCH * config.length))
     if _SOURCE.value:
         print(f"text: {', '.join(_SOURCE.value)}")
         source = data.source(_SOURCE.value, text_field=config.text_field)

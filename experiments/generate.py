@@ -27,7 +27,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import pathlib
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,12 +35,12 @@ from absl import flags
 
 from eejax.common.axes import MESH_AXES
 from eejax.common.errors import ConfigError, DataError, require
-from eejax.experiments import field_flags, launch
+from eejax.experiments import field_flags, launch, prompt_files
 from eejax.inference import AutoGenerator, EngineOptions, Generator, PipelinedGenerator
 from eejax.inference.generate import GenerationParams
 from eejax.inference.policy import ExitPolicy, ExitRules
 from eejax.inference.sampling import SamplingParams
-from eejax.sharding.mesh import MeshConfig
+from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train.runs import open_run
 
 FEW = 4  # steps of a call of an interactive session, so that tokens appear as they come
@@ -63,7 +62,9 @@ USED_BY = {
 
 _RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A prompt; repeat the flag for a batch.")
-_PROMPT_FILE = flags.DEFINE_multi_string("prompt_file", [], "A file whose text is a prompt.")
+_PROMPT_FILE = flags.DEFINE_multi_string(
+    "prompt_file", [], "A file whose text is a prompt; - is standard input."
+)
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Answer prompts line by line.")
 _ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "Decoder.")
 _OPTIONS = field_flags.define(
@@ -103,19 +104,9 @@ def note_unused() -> None:
 
 
 def prompts() -> list[str]:
-    texts = [*_PROMPT.value, *map(read_prompt, _PROMPT_FILE.value)]
+    files = [prompt_files.read("prompt_file", path) for path in _PROMPT_FILE.value]
+    texts = [*_PROMPT.value, *files]
     return texts or [from_standard_input(sys.stdin.read)]
-
-
-def read_prompt(path: str) -> str:
-    try:
-        return pathlib.Path(path).read_text("utf-8")
-    except OSError as error:
-        raise DataError(f"--prompt_file = {path!r}: cannot be read ({error.strerror}).") from error
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"--prompt_file = {path!r}: is not UTF-8 text ({error}): convert the file."
-        ) from error
 
 
 def from_standard_input(read: Callable[[], str]) -> str:
@@ -136,11 +127,10 @@ def read_line() -> str | None:
         return None
 
 
-def make_generator(model):
+def make_generator(model, mesh):
     engine, params, config = _ENGINE.value, model.params, model.config
     used = {name: v for name, v in _OPTIONS.values().items() if engine in USED_BY[name]}
     options = EngineOptions(AUTO.get(engine, engine), **used)
-    mesh = _MESH()
     if engine == "pipelined":
         layers = _STAGE_LAYERS.value
         named = len(layers) == 1 and layers[0].isalpha()
@@ -306,8 +296,9 @@ def main() -> None:
         lone = any(0xD800 <= ord(c) < 0xE000 for c in text)  # bytes that are not UTF-8
         require(not lone, "--stop", text, "must be text that UTF-8 can encode")
     settings = _THRESHOLD.values() | _RULES.values() | _SAMPLING.values() | _ENDS.values()
-    model = _RUN().model
-    tokenizer, generator = model.tokenizer, make_generator(model)
+    mesh = make_mesh(_MESH())
+    model = _RUN(mesh=mesh).model
+    tokenizer, generator = model.tokenizer, make_generator(model, mesh)
     settings["stop_token_ids"] = [*_ENDS["stop_token_ids"], *tokenizer.end_ids]
     settings["decode_text"] = tokenizer.decode
     if _INTERACTIVE.value and _ENGINE.value not in AUTO:  # `auto` times calls of more steps

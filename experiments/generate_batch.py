@@ -87,7 +87,7 @@ class Line(NamedTuple):
 
 
 def main() -> None:
-    given = prompt_files.read("input", _INPUT.value)
+    given = prompt_files.read("input", _INPUT.value).split("\n")
     lines = [parsed(i, text) for i, text in enumerate(given, 1) if text.strip()]
     require(bool(lines), "input", _INPUT.value, "must have a line that is not empty")
     if _RESUME.value and _OUTPUT.value is None:
@@ -138,8 +138,8 @@ def finished_lines(path: str, data: bytes, lines: list[Line]) -> dict[int, bytes
     done = {}
     for i, text in enumerate(data.splitlines(keepends=True), 1):
         try:
-            told = json.loads(text)
-            number, prompt, finish = told["line"], told["prompt"], str(told["finish"])
+            record = json.loads(text)
+            number, prompt, finish = record["line"], record["prompt"], str(record["finish"])
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(
                 f"--output = {path!r}: line {i} was not written by a run ({error})."
@@ -171,15 +171,15 @@ def parsed(number: int, text: str) -> Line:
 
 def encoded(lines: list[Line], tokenizer) -> tuple[list[Line], dict[int, list[int]]]:
     """Encode the prompts; return the lines, with errors, and the tokens by line."""
-    ids, told = {}, []
+    ids, checked = {}, []
     for line in lines:
         if not line.error:
             try:
                 ids[line.number] = tokenizer.encode(line.wants["prompt"]).tolist()
             except DataError as error:
                 line = line._replace(error=str(error).rstrip("."))
-        told.append(line)
-    return told, ids
+        checked.append(line)
+    return checked, ids
 
 
 def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -> int:
@@ -197,7 +197,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
     of: dict[str, Line] = {}
     failed = 0
 
-    def told(line: Line, **rest) -> None:
+    def write_record(line: Line, **rest) -> None:
         out.write(json.dumps({"line": line.number, **rest}) + "\n")
         out.flush()
 
@@ -237,7 +237,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
             failed += 1
             why = re.sub(r"^max_tokens\b", "max_new_tokens", str(error))
             why = re.sub(r"^prompts\[0\]", "prompt", why)
-            told(line, prompt=line.wants.get("prompt"), finish=f"error: {why}")
+            write_record(line, prompt=line.wants.get("prompt"), finish=f"error: {why}")
     tokens: dict[str, list] = {id_: [] for id_ in of}
     done, begin, total = 0, time.perf_counter(), 0
     shown = begin
@@ -251,7 +251,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
             done += 1
             failed += finish == FinishReason.ERROR
             exits = np.bincount([t.exit for t in mine], minlength=engine.config.n_exits + 1)
-            told(
+            write_record(
                 line,
                 prompt=line.wants["prompt"],
                 text=text_behind(tokenizer.decode, ids[line.number], [t.id for t in mine]),

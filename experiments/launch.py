@@ -14,6 +14,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
 from tqdm import tqdm
@@ -27,6 +28,9 @@ from eejax.experiments import (
     interrupts,
     library_logs,
 )
+
+if TYPE_CHECKING:
+    from eejax.train.loop import TrainResult
 
 MISTAKES = (ConfigError, DataError, CheckpointError, OSError, FloatingPointError)
 RENAMED_FLAGS = {
@@ -96,8 +100,8 @@ def run(
             with interrupts.unwinding(interrupted):
                 _join()
                 main(*([argv[1:]] if positional else []))
-            if told := library_logs.report():
-                say(f"done, though a library failed on the way.{told}")
+            if message := library_logs.report():
+                say(f"done, though a library failed on the way.{message}")
         except BrokenPipeError:
             raise
         except (KeyboardInterrupt, Exception) as error:
@@ -137,10 +141,10 @@ def flags_named(renamed: Mapping[str, str]) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        told = with_flag(str(error), renamed)
-        if told is None:
+        message = with_flag(str(error), renamed)
+        if message is None:
             raise
-        raise ConfigError(told) from error
+        raise ConfigError(message) from error
 
 
 def with_flag(error: str, renamed: Mapping[str, str] = types.MappingProxyType({})) -> str | None:
@@ -161,6 +165,12 @@ def configured(workdir: str | os.PathLike | None = None):
 
     config = flags.FLAGS["config"]
     return with_base(config.value, workdir, config_flags.get_override_values(config))
+
+
+def end_if_stopped(result: TrainResult) -> None:
+    """End the process with status 128 + signal if a signal stopped the training of `result`."""
+    if result.stopped is not None:
+        sys.exit(128 + result.stopped)
 
 
 def say(text: str) -> None:
@@ -190,6 +200,8 @@ def _end(error: BaseException, message: str) -> None:
     from eejax.sharding import distributed
 
     lost = distributed.lost(error)
+    if lost:  # a guess: any error of XLA may be another process's end
+        traceback.print_exception(error)
     print(f"error: {lost}" if lost else message, file=sys.stderr)
     distributed.leave(1, alone=lost is not None)
 
@@ -197,8 +209,8 @@ def _end(error: BaseException, message: str) -> None:
 def _mistake(error: Exception) -> str:
     """Return the error, with the line of the config file that caused it, if one did."""
     file = _config_file(sys.argv)
-    if file is not None and (told := config_errors.located(error, file)):
-        return told
+    if file is not None and (message := config_errors.located(error, file)):
+        return message
     if file is not None and isinstance(error, ConfigError):
         return config_errors.with_line(str(error), file, _overridden())
     if isinstance(error, OSError) and error.filename and error.strerror:
@@ -242,8 +254,8 @@ def _parse(argv: list[str]) -> list[str]:
     except BrokenPipeError:  # from --help
         raise
     except Exception as error:
-        if file is not None and (told := config_errors.located(error, file)):
-            sys.exit(f"error: {told}")
+        if file is not None and (message := config_errors.located(error, file)):
+            sys.exit(f"error: {message}")
         if isinstance(error, AttributeError | KeyError | IndexError):
             sys.exit(
                 f"error: {_one_line(error)}: the configuration file does not have this field. "

@@ -1,4 +1,4 @@
-"""Prompts in a file, one a line, as plain text or as a JSON object with a "prompt"."""
+"""Files of prompts: one prompt, or one a line, as plain text or a JSON object with a "prompt"."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from eejax.common.errors import DataError
 
 
-def read(flag: str, path: str) -> list[str]:
-    """Read the lines of a file, or of standard input for "-". Errors name the flag."""
+def read(flag: str, path: str) -> str:
+    """Read the text of a file, or of standard input for "-". Errors name the flag."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else pathlib.Path(path).read_bytes()
-        return data.decode("utf-8-sig").replace("\r\n", "\n").split("\n")
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except OSError as error:
         raise DataError(f"--{flag} = {path!r}: cannot be read ({error.strerror}).") from error
     except UnicodeDecodeError as error:
@@ -38,7 +38,7 @@ def fields(line: str) -> dict[str, Any]:
 def texts(flag: str, path: str) -> list[str]:
     """Read only the prompts of a file. Raises `DataError` for lines without one."""
     found = []
-    for number, line in enumerate(read(flag, path), 1):
+    for number, line in enumerate(read(flag, path).split("\n"), 1):
         if not line.strip():
             continue
         try:

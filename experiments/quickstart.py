@@ -79,8 +79,7 @@ def main() -> None:
     pairs, tokens = (3, 4096) if _TINY.value else (_PAIRS.value, EVAL_TOKENS)
     say(f"[1/4] training on {experiment.data.source}")
     result = fit(experiment, workdir)
-    if result.stopped is not None:
-        sys.exit(128 + result.stopped)
+    launch.end_if_stopped(result)
     run = open_run(workdir)
     model = run.model
     trained = time.perf_counter()

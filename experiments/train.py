@@ -20,8 +20,6 @@ once. Exit status: 0 done, 1 a problem that the message names, 128 + signal when
 
 from __future__ import annotations
 
-import sys
-
 from absl import flags
 from ml_collections import config_flags
 
@@ -47,8 +45,7 @@ def main() -> None:
     result = fit(launch.configured(_WORKDIR.value), _WORKDIR.value)
     if result.evaluation is not None and distributed.is_first():
         print(result.evaluation.table())
-    if result.stopped is not None:
-        sys.exit(128 + result.stopped)
+    launch.end_if_stopped(result)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from absl import flags
 from ml_collections import config_flags
 
 from eejax.common.paths import expanded
-from eejax.experiments import config_files, launch
+from eejax.experiments import config_files, field_flags, launch
+from eejax.models.config import ExitConfig
+from eejax.train.scope import TuneConfig
 
 for _argument in sys.argv[1:]:  # before reading the file, which lacks these sections
     if re.match(r"--?(no)?config\.((model|data|tune)\b|train\.base)", _argument):
@@ -37,16 +39,10 @@ _BASE = flags.DEFINE_string(
 _BASE_STEP = flags.DEFINE_integer("base_step", None, "A run's checkpoint, by default the newest.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it does not exist.")
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the exits: 2,5 is after layers 2 and 5.")
-_HEAD = flags.DEFINE_enum("head", "own", ["own", "tied", "shared"], "Head of the new exits.")
-_NORM = flags.DEFINE_bool("norm", True, "A norm before the head.")
-_MLP = flags.DEFINE_bool("mlp", False, "An mlp before the norm.")
-_BLOCK = flags.DEFINE_bool("block", False, "A whole transformer layer before the norm.")
-_START = flags.DEFINE_enum(
-    "start",
-    "copy",
-    ["copy", "random"],
-    "Initial values of new exits: copies of the model's parts, or random.",
+_EXIT = field_flags.define(
+    ExitConfig, ("head", "norm", "mlp", "block"), defaults={"head": "own"}, note="A new exit: "
 )
+_TUNE = field_flags.define(TuneConfig, ["start"])
 _SOURCE = flags.DEFINE_list("source", None, "Text files or globs; by default the base's text.")
 launch.define_processes()
 flags.mark_flags_as_required(["base", "workdir", "exits"])
@@ -59,8 +55,7 @@ def main() -> None:
     result = fit(experiment(), _WORKDIR.value)
     if result.evaluation is not None and distributed.is_first():
         print(result.evaluation.table())
-    if result.stopped is not None:
-        sys.exit(128 + result.stopped)
+    launch.end_if_stopped(result)
 
 
 def experiment():
@@ -72,18 +67,17 @@ def experiment():
     base = base_model(_BASE.value, _BASE_STEP.value, _WORKDIR.value)
     have = {e.boundary for e in base.exits}
     new = [n for n in boundaries if n not in have]
-    shape = [f for f in ("head", "norm", "mlp", "block", "start") if flags.FLAGS[f].present]
+    shape = [*_EXIT.on_command_line(), *_TUNE.on_command_line()]
     if shape and not new:
         raise ConfigError(
             f"--{shape[0]}: the base has all of --exits = {','.join(_EXITS.value)}, which keep "
             "their form. Leave the flag out, or name a new exit."
         )
-    parts = {f: flags.FLAGS[f].value for f in ("head", "norm", "mlp", "block")}
     values = _CONFIG.value.to_dict()
-    values["model"] = {"exits": [{"boundary": n, **parts} for n in dict.fromkeys(new)]}
+    values["model"] = {"exits": [{"boundary": n, **_EXIT.values()} for n in dict.fromkeys(new)]}
     values["data"] = text(base)
     values["train"] |= {"base": _BASE.value, "base_step": _BASE_STEP.value}
-    values["tune"] = {"part": "exits", "exits": tuple(boundaries), "start": _START.value}
+    values["tune"] = {"part": "exits", "exits": tuple(boundaries), **_TUNE.values()}
     return with_base(values, _WORKDIR.value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import collections
 import pathlib
+import re
 
 import pytest
 
@@ -75,12 +76,17 @@ def names(source: str) -> set[str]:
     return found
 
 
-def test_class_names_are_unique():
+def test_names_of_classes_and_aliases_are_unique():
     files = collections.defaultdict(list)
     for file in FILES:
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ClassDef):
-                files[node.name].append(str(file.relative_to(ROOT)))
+        module = ast.parse(file.read_text())
+        found = [node.name for node in ast.walk(module) if isinstance(node, ast.ClassDef)]
+        for node in module.body:
+            match node:
+                case ast.Assign(targets=[ast.Name(id=name)]) if re.match("[A-Z].*[a-z]", name):
+                    found.append(name)
+        for name in found:
+            files[name].append(str(file.relative_to(ROOT)))
     assert {name: found for name, found in files.items() if len(found) > 1} == {}
 
 

@@ -23,6 +23,7 @@ from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
 from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import CheckpointError, ConfigError, require
+from eejax.common.fields import PositiveInt
 from eejax.common.trees import Tree
 from eejax.models import params as declared
 from eejax.models.config import ExitConfig, ModelConfig
@@ -104,7 +105,7 @@ def calibrate_model(
     *,
     every: int = 4,
     boundaries: Sequence[int] | None = None,
-    tokens: int = 200_000,
+    tokens: PositiveInt = 200_000,
     folder: str | os.PathLike | None = None,
     about: Mapping[str, Any] | None = None,
     watch: Callable[[str], None] | None = None,
@@ -121,7 +122,7 @@ def calibrate_model(
       every: distance in layers of the exits that a model without exits gets.
       boundaries: exits that get routers; by default those of the model or, if it has none, every
         `every`-th.
-      tokens: maximum number of tokens that are held.
+      tokens: maximum number of tokens of text, evenly spread.
       folder: where an interrupted run keeps what it resumes from.
       about: further settings that the run depends on, such as its text.
       watch: called with lines of progress.

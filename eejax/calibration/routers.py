@@ -13,7 +13,7 @@ import os
 import pathlib
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,8 @@ from eejax.inference.stages import where_rows
 from eejax.models import params
 from eejax.models.config import ModelConfig
 
-LABELS = {"top1": None, "cosine": 0.98, "kl": 0.1}
+Label = Literal["top1", "cosine", "kl"]
+LABELS: dict[Label, float | None] = {"top1": None, "cosine": 0.98, "kl": 0.1}
 """Labels of tokens that should leave, and their default bounds.
 
 top1: the exit's most likely token is the final exit's. cosine: the cosine of its state and the last
@@ -40,7 +41,7 @@ layer's, both under the final norm, is at least the bound (TIDE: of raw states, 
 kl: KL(final || exit) is at most the bound, in nats.
 """
 
-SCHEDULES = ("cosine", "constant")
+RouterSchedule = Literal["cosine", "constant"]
 """Learning rate over a training: a cosine to 0 (ours), or constant (TIDE's)."""
 
 PARTS = (0.8, 0.1, 0.1)  # shares of the windows: to train on, to choose by, and to report
@@ -55,32 +56,33 @@ class RouterOptions:
     TIDE's are 100 epochs, a learning rate of 1e-3, "constant" and no decay (section 3.1).
 
     Attributes:
-      width: width of the bottleneck.
-      label: one of `LABELS`, what a router predicts.
-      bound: bound of the label, one or one for each exit; None for the label's default.
+      width: width of the bottleneck; TIDE has 64, 128 or 256.
+      label: which tokens should leave (`LABELS`), which is what a router predicts.
+      bound: bound of the labels cosine (by default 0.98) and kl (0.1): one number, or one for each
+        exit.
       epochs: passes over the training positions.
       batch: tokens in a batch.
       learning_rate: the learning rate at the beginning.
-      schedule: one of `SCHEDULES`.
+      schedule: learning rate over the training (`RouterSchedule`).
       weight_decay: weight decay of AdamW.
       min_positives: minimum number of positive tokens; an exit with fewer gets no router.
       seed: seed of the training and of the split of windows.
     """
 
     width: int = 128
-    label: str = "top1"
+    label: Label = "top1"
     bound: float | Sequence[float] | None = None
     epochs: int = 12
     batch: int = 1024
     learning_rate: float = 1e-3
-    schedule: str = "cosine"
+    schedule: RouterSchedule = "cosine"
     weight_decay: float = 0.1
     min_positives: int = 100
     seed: int = 0
 
     def __post_init__(self):
         require_one_of("label", self.label, tuple(LABELS))
-        require_one_of("schedule", self.schedule, SCHEDULES)
+        require_one_of("schedule", self.schedule, get_args(RouterSchedule))
         for name in ("width", "epochs", "batch", "min_positives"):
             require_count(name, getattr(self, name))
         require(self.width <= WIDEST, "width", self.width, f"must be at most {WIDEST}")

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from eejax.checkpoint.files import naming
-from eejax.common.errors import CheckpointError
+from eejax.common.errors import CheckpointError, naming_file
 
 
 class SafeTensors:
@@ -62,7 +61,7 @@ def write_arrays(
     path = pathlib.Path(path)
     part = path.with_name(f"{path.name}.part")
     try:
-        with naming(path):
+        with naming_file(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             whole = {name: np.asarray(a, order="C") for name, a in arrays.items()}
             save(part, whole, about)

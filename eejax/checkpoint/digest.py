@@ -18,7 +18,7 @@ from eejax.common.trees import Tree, path_name
 from eejax.models.config import ModelConfig
 
 VALUES = 64  # values of every leaf that are digested
-Values = Callable[[str, tuple[np.ndarray, ...]], Any]
+LeafReader = Callable[[str, tuple[np.ndarray, ...]], Any]
 
 
 def digest(config: ModelConfig, params: Tree) -> str:
@@ -33,7 +33,9 @@ def digest(config: ModelConfig, params: Tree) -> str:
     return digest_of(config, shapes, lambda name, at: leaves[name][at])
 
 
-def digest_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: Values) -> str:
+def digest_of(
+    config: ModelConfig, shapes: Mapping[str, tuple[int, ...]], values: LeafReader
+) -> str:
     """Digest some values of every leaf except those of exits, each rounded once, to bfloat16.
 
     Earlier rounding to float32 or bfloat16 changes no digest; rounding to float16 may.

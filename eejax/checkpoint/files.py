@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from filelock import FileLock, Timeout
 
-from eejax.common.errors import ConfigError, remedy
+from eejax.common.errors import ConfigError, naming_file, remedy
 
 LOCK = ".lock"
 
@@ -24,7 +24,7 @@ def write_text(path: str | os.PathLike, text: str) -> None:
     path = pathlib.Path(path)
     part = path.with_name(f"{path.name}.part")
     try:
-        with naming(path), open(part, "w", encoding="utf-8") as file:
+        with naming_file(path), open(part, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -51,20 +51,11 @@ def only_user(folder: str | os.PathLike) -> Iterator[None]:
             "wait for its end, or give another workdir."
         ) from None
     try:
-        with naming(path):
+        with naming_file(path):
             path.write_text(f"{os.getpid()}\n")
         yield
     finally:
         lock.release()
-
-
-@contextlib.contextmanager
-def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Add the name of the file to an `OSError`; errors of writing lack it."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def finished_steps(checkpoints: str | os.PathLike) -> list[int]:

@@ -93,7 +93,7 @@ def load(
       tokenizer: "bytes", a file or a folder, if the model has no tokenizer.
       dtype: dtype in which a pretrained model is computed, float32 by default. A run has its own
         tokenizer and dtype and takes neither.
-      mesh: mesh over which a pretrained model is sharded.
+      mesh: devices over which the parameters are sharded; by default one.
       watch: passed to `load_pretrained`.
 
     Raises:
@@ -108,7 +108,7 @@ def load(
         for name, value in (("tokenizer", tokenizer), ("dtype", dtype)):
             fix = "Leave it out."
             require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
-        return load_run(path)
+        return load_run(path, mesh=mesh)
     path = fetched(source)
     found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh, watch=watch)
     own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)

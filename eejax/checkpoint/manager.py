@@ -331,7 +331,11 @@ class Checkpoints:
         except OSError:
             free = "free space unknown"
         good = [s for s in self.steps() if s != step]
-        last = f"The last good checkpoint is that of step {good[-1]}" if good else "There is none"
+        last = (
+            f"The last good checkpoint is that of step {good[-1]}"
+            if good
+            else "No checkpoint is finished yet"
+        )
         cause = _os_error(error)
         why = _brief(error) if cause is None or cause.filename else cause.strerror
         fix = "" if cause is None else f"{remedy(cause)}, and "

@@ -23,7 +23,7 @@ from eejax.sharding import rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 CHECKPOINTS = overlay.CHECKPOINTS
-TUNING = "tuning"  # checkpoints from which a run that tunes exits resumes
+TUNING = overlay.TUNING
 TOKENIZER = "tokenizer"
 PARAMS = "params"
 EMA = "ema"

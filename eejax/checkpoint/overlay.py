@@ -21,13 +21,14 @@ from eejax.checkpoint.digest import digest, same_model
 from eejax.checkpoint.files import write_text
 from eejax.checkpoint.hf import sidecar
 from eejax.checkpoint.hf.folder import read_json
-from eejax.common.errors import CheckpointError, ConfigError
+from eejax.common.errors import CheckpointError, ConfigError, require
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, path_name
 from eejax.models.config import ModelConfig
 
 OWN = "exits/"  # prefix of this run's leaves; all others are the base's
 CHECKPOINTS = "checkpoints"  # folder of a run that was trained
+TUNING = "tuning"  # checkpoints from which a run that tunes exits resumes
 
 
 class Overlay(NamedTuple):
@@ -56,7 +57,7 @@ class Overlay(NamedTuple):
 
         Raises CheckpointError for files that are cut off or of different models.
         """
-        side = sidecar.Sidecar.of(self.path, self.config, content=self.content)
+        side = sidecar.Sidecar.of(self.path, self.config, self.content)
 
         def one(path, struct):
             read = side.reader(f"{OWN}{path_name(path)}")
@@ -113,10 +114,11 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
         return "the run that is made cannot replace the one it is made of; give it a new folder."
     if workdir.resolve() in beneath_overlays(base):
         return "the base is made of the run in that folder; give the new run a folder of its own."
-    if (workdir / CHECKPOINTS).exists():
-        return (
-            f"there is a run in it ({CHECKPOINTS}/) already; give the new one a folder of its own."
-        )
+    for folder in (CHECKPOINTS, TUNING):
+        if (workdir / folder).exists():
+            return (
+                f"there is a run in it ({folder}/) already; give the new one a folder of its own."
+            )
     if (workdir / sidecar.SETTINGS).is_file():
         kind = "an exported model" if opened(workdir) is None else "a calibrated run"
         return (
@@ -124,6 +126,18 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
             "folder of its own."
         )
     return ""
+
+
+def require_free(workdir: str | os.PathLike) -> None:
+    """Raise ConfigError if there is an overlay in `workdir`, which would hide a run there."""
+    require(
+        opened(expanded(workdir)) is None,
+        "workdir",
+        os.fspath(workdir),
+        f"must not be the folder of a calibrated run ({sidecar.SETTINGS}), which would hide the "
+        "new one",
+        "Remove it, or give the new run a folder of its own.",
+    )
 
 
 def beneath_overlays(workdir: pathlib.Path) -> list[pathlib.Path]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import numbers
+import os
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import numpy as np
@@ -59,6 +62,15 @@ def require_one_of(field: str, value: Any, choices: tuple) -> None:
 
 def _message(field: str, value: Any, allowed: str, fix: str) -> str:
     return f"{field} = {value!r}: {allowed}." + (f" {fix}" if fix else "")
+
+
+@contextlib.contextmanager
+def naming_file(path: str | os.PathLike) -> Iterator[None]:
+    """Add the name of the file to an `OSError`; errors of writing lack it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def remedy(error: OSError) -> str:

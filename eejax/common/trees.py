@@ -93,3 +93,9 @@ def varying_zero(tree: Tree) -> jax.Array:
         one = bits[(0,) * bits.ndim] if bits.size else jnp.any(bits)
         zero = zero + one.astype(jnp.int32) * 0
     return zero
+
+
+def new_leaves(tree: Tree, given: Tree) -> list[Any]:
+    """Return the leaves of `tree`, each once, except those that are leaves of `given`."""
+    known = {id(a) for a in jax.tree.leaves(given)}
+    return list({id(a): a for a in jax.tree.leaves(tree) if id(a) not in known}.values())

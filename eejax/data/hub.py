@@ -73,6 +73,7 @@ class HubDataset:
         return self.settings() | {"files": len(files), "digest": digest}
 
     def settings(self) -> dict[str, Any]:
+        """Return the settings that decide which texts are read."""
         return {
             "kind": "hf",
             "name": self.name,

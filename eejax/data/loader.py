@@ -265,32 +265,20 @@ def batches(
     *,
     document_masks: bool = False,
     limit: int | None = None,
-    shard: tuple[int, int] = (0, 1),
 ) -> Iterator[Batch]:
     """Yield one pass over a split in its own order, for evaluation, in batches like `Loader`'s.
 
     Every token except the split's first is a label once (with `document_masks`, every token except
     the documents' first). The last window and the last batch are filled up with token 0 and label
     IGNORE, so all batches have one shape. With `limit`, there are at most that many batches, of
-    `even_windows(split, length, limit * batch_size)`. `shard` is (index, count) and selects this
-    process's rows of each batch.
+    `even_windows(split, length, limit * batch_size)`.
     """
     require(batch_size > 0, "batch_size", batch_size, "must be > 0")
     require(length > 0, "length", length, "must be > 0")
-    index, count = shard
-    require(0 <= index < count, "shard", shard, "must be (index, count) with index < count")
-    require(
-        batch_size % count == 0,
-        "batch_size",
-        batch_size,
-        f"must be divisible by the {count} data shards",
-    )
-    rows = batch_size // count
     windows = even_windows(split, length, None if limit is None else limit * batch_size)
     for b in range(0, len(windows), batch_size):
-        first = b + index * rows
-        chosen = [(split, int(w)) for w in windows[first : first + rows]]
-        yield windows_of(chosen, length, rows, document_masks)
+        chosen = [(split, int(w)) for w in windows[b : b + batch_size]]
+        yield windows_of(chosen, length, batch_size, document_masks)
 
 
 def even_windows(split: Split, length: int, max_windows: int | None = None) -> np.ndarray:

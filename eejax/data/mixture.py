@@ -9,14 +9,14 @@ from eejax.data.megatron import MegatronDataset
 from eejax.data.packing import PackedDataset, Split
 from eejax.data.tokenizers import Tokenizer
 
-Dataset = PackedDataset | MegatronDataset
+SingleDataset = PackedDataset | MegatronDataset
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Mixture:
     """Data sets of one tokenizer, with their shares of the training samples."""
 
-    datasets: tuple[Dataset, ...]
+    datasets: tuple[SingleDataset, ...]
     weights: tuple[float, ...]
 
     @property
@@ -36,7 +36,7 @@ class Mixture:
         )
 
 
-def parts(dataset: Dataset | Mixture, name: str) -> tuple[Split, ...]:
+def parts(dataset: SingleDataset | Mixture, name: str) -> tuple[Split, ...]:
     """Return the split of every data set of a mixture, or of the only one.
 
     Raises:

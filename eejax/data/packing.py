@@ -234,7 +234,7 @@ def pack(
         with contextlib.suppress(OSError):  # it may belong to others and be read-only
             writing.remove_stale(root)
         return open_packed(path)
-    with writing.naming(root):
+    with writing.as_data_error(root):
         os.makedirs(root, exist_ok=True)
         writing.remove_stale(root)
     folder = os.path.join(root, writing.PREFIX + name)
@@ -315,7 +315,7 @@ def _tokenize(
 ) -> None:
     """Tokenize all documents into the working folder; those already committed are only read."""
     saved = os.path.join(work.packed, "tokenizer")
-    with writing.naming(saved):
+    with writing.as_data_error(saved):
         tokenizer.save(saved)
     documents, digest = _behind(work, source)
     dtype = _dtype(tokenizer, spec).str
@@ -459,7 +459,7 @@ def _finish(work: writing.PackingFolder, tokenizer: Tokenizer, spec: dict[str, A
     meta["fingerprint"] = _fingerprint(work.packed, meta)
     meta["rest"] = _rest(work.packed, meta)
     path = os.path.join(work.packed, "meta.json")
-    with writing.naming(path), open(path, "w", encoding="utf-8") as file:
+    with writing.as_data_error(path), open(path, "w", encoding="utf-8") as file:
         json.dump(meta, file, indent=1)
 
 

@@ -233,6 +233,7 @@ class SentencePieceTokenizer:
 
 
 def parse_model(model: bytes) -> Any:
+    """Return the library's processor of a `.model`. Raises `DataError` if it cannot be read."""
     try:
         import sentencepiece
     except ImportError as error:

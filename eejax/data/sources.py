@@ -266,7 +266,7 @@ class PythonStdlib:
 class Chain:
     """The documents of several sources, one source after the other.
 
-    `max_bytes` keeps that many bytes of text from the beginning; what lies behind is not read.
+    `max_bytes` keeps that many bytes of text from the beginning; the rest is not read.
     """
 
     sources: tuple[Source, ...]

@@ -15,7 +15,7 @@ from eejax.data.tokenizer_settings import (
     read_json,
     read_saved,
     read_settings,
-    require,
+    require_setting,
     token,
 )
 from eejax.data.tokenizers import (
@@ -138,7 +138,7 @@ def chat_template(folder: str | os.PathLike) -> str | None:
     if not os.path.isfile(config):
         return None
     source = read_json(config).get("chat_template")
-    require(config, "chat_template", source, _TEMPLATE)
+    require_setting(config, "chat_template", source, _TEMPLATE)
     if source is None or isinstance(source, str):
         return source
     return (_named_templates(source) or {}).get("default")

@@ -60,7 +60,7 @@ def read_settings(folder: str) -> TokenizerSettings:
     found = []
     for path, values in ((paths[NAMES], names), (paths[CONFIG], first)):
         for key, check in _SETTINGS.items():
-            require(path, key, values.get(key), check)
+            require_setting(path, key, values.get(key), check)
         found += _named(path, values)
     found.sort(key=lambda one: one[0])
     special = {called: one["content"] for _, called, one in found if called is not None}
@@ -69,7 +69,7 @@ def read_settings(folder: str) -> TokenizerSettings:
         added = dict(_decoder(paths[CONFIG], config[_DECODER], special.values()))
     else:
         for name, i in read[ADDED].items():
-            require(paths[ADDED], name, i, _ID)
+            require_setting(paths[ADDED], name, i, _ID)
         usual = {one["content"] for _, called, one in found if called in (*_NAMED, None)}
         added = {i: token(name, special=name in usual) for name, i in read[ADDED].items()}
     for one in added.values():
@@ -80,7 +80,7 @@ def read_settings(folder: str) -> TokenizerSettings:
 def read_saved(path: str) -> dict[str, Any]:
     """Read the settings in a folder written by `save`. Raises DataError for a bad value."""
     saved = read_json(path)
-    require(path, "kind", saved.get("kind"), _KIND)
+    require_setting(path, "kind", saved.get("kind"), _KIND)
     checks = _SAVED[saved["kind"]]
     for key, value in saved.items():
         if key != "kind" and key not in checks:
@@ -89,7 +89,7 @@ def read_saved(path: str) -> dict[str, Any]:
                 f"{', '.join(checks)}. Remove it, or save the tokenizer again."
             )
         if key != "kind":
-            require(path, key, value, checks[key])
+            require_setting(path, key, value, checks[key])
     return saved
 
 
@@ -105,7 +105,7 @@ def read_json(path: str) -> dict[str, Any]:
     return found
 
 
-def require(path: str, key: str, value: Any, check: SettingCheck) -> None:
+def require_setting(path: str, key: str, value: Any, check: SettingCheck) -> None:
     """Raise DataError, naming file, key, value and what is allowed, unless the check holds."""
     if not check.holds(value):
         shown = repr(value)
@@ -129,11 +129,11 @@ def _named(
     for key, value in values.items():
         pairs: Iterable[tuple[str | None, Any]] = [(key, value)]
         if key in _LISTS and value is not None:
-            require(path, key, value, _TOKENS)
+            require_setting(path, key, value, _TOKENS)
             rank = len(_NAMED) + (1 if isinstance(value, dict) else 2)
             pairs = value.items() if isinstance(value, dict) else [(None, one) for one in value]
         elif key in _NAMED:
-            require(path, key, value, _TOKEN_OR_NULL)
+            require_setting(path, key, value, _TOKEN_OR_NULL)
             rank = _NAMED.index(key)
         elif key.endswith("_token") and _TOKEN.holds(value):  # else it is no token
             rank = len(_NAMED)
@@ -149,10 +149,10 @@ def _decoder(
     path: str, values: Any, called: Collection[str]
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield (id, token) of an `added_tokens_decoder`. called: tokens that have names."""
-    require(path, _DECODER, values, _OBJECT)
+    require_setting(path, _DECODER, values, _OBJECT)
     for key, one in values.items():
-        require(path, f"a key of {_DECODER}", key, _KEY)
-        require(path, f"{_DECODER}.{key}", one, _ADDED_TOKEN)
+        require_setting(path, f"a key of {_DECODER}", key, _KEY)
+        require_setting(path, f"{_DECODER}.{key}", one, _ADDED_TOKEN)
         name, special = one["content"], one.get("special", False)
         yield int(key), token(name, **_flags(one) | {"special": special or name in called})
 

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, a `tokenizer.json`, and training and loading of them."""
+"""Tokenizers: bytes and `tokenizer.json`, and the training of a BPE."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import hashlib
 import itertools
 import json
 import os
+import pathlib
 import re
+import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from eejax.common.errors import DataError, require
+from eejax.common.errors import DataError, naming_file, require
 from eejax.data.sources import Document, FieldDocument
 from eejax.data.special import MARK, Splitter, parts
 from eejax.data.streams import PieceStream, TextStream
@@ -46,12 +48,16 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer; `eos_id` also ends documents.
 
     Attributes:
+      vocab_size: number of ids.
+      eos_id: token that ends a text, if there is one.
+      bos_id: token that begins a text, if there is one.
       adds_bos: whether texts begin with `bos_id`, as in a pretrained model's training.
       end_ids: all tokens that end a text, `eos_id` among them.
       chat: source of the chat template, if the model has one.
       special: names of special tokens by their variables in templates: "bos_token", "pad_token",
         ...
       control: ids of the special tokens by their names, which users' text cannot contain.
+      fingerprint: text that differs between tokenizers that give any text other ids.
     """
 
     chat: str | None
@@ -190,6 +196,9 @@ class JsonTokenizer:
       definition: content of the file.
       eos: name of the special token that ends texts.
       bos: name of the special token that begins texts.
+      vocab_size: number of ids.
+      eos_id: token that ends a text, if there is one.
+      bos_id: token that begins a text, if there is one.
       adds_bos: whether texts begin with `bos`; by default if the file's own template puts it there.
       ends: ids that end a text besides `eos`.
       chat: the source of a chat template.
@@ -401,8 +410,27 @@ def train_bpe(
 
 
 def save_tokenizer(tokenizer: Tokenizer, path: str | os.PathLike) -> None:
-    """Write `tokenizer` into the folder `path`; `load_tokenizer(path)` reads it."""
-    tokenizer.save(path)
+    """Write `tokenizer` into the folder `path`; `load_tokenizer(path)` reads it.
+
+    A kill or a full disk leaves no partial folder. Files of a folder that exists are replaced, each
+    completely or not at all. Raises `OSError` naming the folder.
+    """
+    folder = pathlib.Path(os.path.abspath(path))
+    part = folder.with_name(f"{folder.name}.part")
+    shutil.rmtree(part, ignore_errors=True)  # left by a process that was killed here
+    try:
+        with naming_file(folder):
+            tokenizer.save(part)
+            for file in part.iterdir():
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+            if folder.is_dir():
+                for file in part.iterdir():
+                    file.replace(folder / file.name)
+            else:
+                part.rename(folder)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -7,7 +7,7 @@
       packed/         the data set itself, which gets its name when it is whole
         tokens.bin, names.txt, tokenizer/, and at the end the rest
 
-Files only grow, and what lies behind the last commit is cut off before going on.
+Files only grow, and bytes after the last commit are cut off on resuming.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class PackingFolder:
         self.packed = os.path.join(folder, "packed")
         self._files: dict[str, GrowingFile] = {}
         self._due = 0.0
-        with naming(self.packed):
+        with as_data_error(self.packed):
             os.makedirs(self.packed, exist_ok=True)
         self._open(self._committed())
 
@@ -116,7 +116,7 @@ class PackingFolder:
         for file in self._files.values():
             file.sync()
         part, path = self.path(f"{_COMMIT}.part"), self.path(_COMMIT)
-        with naming(path):
+        with as_data_error(path):
             with open(part, "w", encoding="utf-8") as file:
                 json.dump(dataclasses.asdict(self.state), file)
             for written in (part, self.packed):
@@ -129,7 +129,7 @@ class PackingFolder:
     def begin_anew(self) -> None:
         """Forget all documents; a folder that stays so is removed."""
         self.close()
-        with naming(self.folder), contextlib.suppress(FileNotFoundError):
+        with as_data_error(self.folder), contextlib.suppress(FileNotFoundError):
             os.unlink(self.path(_COMMIT))
         self._open(PackCommit())
 
@@ -148,7 +148,7 @@ class PackingFolder:
         It is not written through a memory map, where a full disk ends the process by a signal.
         """
         path = os.path.join(self.packed, name)
-        with naming(path), open(path, "wb") as file:
+        with as_data_error(path), open(path, "wb") as file:
             header = {"descr": dtype, "fortran_order": False, "shape": (count,)}
             np.lib.format.write_array_header_1_0(file, header)
             for block in blocks:
@@ -157,7 +157,7 @@ class PackingFolder:
     def finish(self, path: str) -> None:
         """Give the data set its name, once all of its files are written."""
         self.close()
-        with naming(path):
+        with as_data_error(path):
             for folder, _, files in os.walk(self.packed):
                 for name in (*files, "."):
                     _sync(os.path.join(folder, name))
@@ -197,7 +197,7 @@ class PackingFolder:
         else:
             return state
         logging.warning("%s cannot be resumed (%s): packing begins anew", self.folder, reason)
-        with naming(path):
+        with as_data_error(path):
             os.unlink(path)
         return PackCommit()
 
@@ -207,17 +207,17 @@ class GrowingFile:
 
     def __init__(self, path: str, size: int, crc: int):
         self._path, self.size, self.crc = path, size, crc
-        with naming(path):
+        with as_data_error(path):
             self._file = open(path, "ab")  # noqa: SIM115
             self._file.truncate(size)
 
     def write(self, data: bytes) -> None:
-        with naming(self._path):
+        with as_data_error(self._path):
             self._file.write(data)
         self.size, self.crc = self.size + len(data), zlib.crc32(data, self.crc)
 
     def sync(self) -> None:
-        with naming(self._path):
+        with as_data_error(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
 
@@ -227,7 +227,7 @@ class GrowingFile:
 
 
 @contextlib.contextmanager
-def naming(path: str) -> Iterator[None]:
+def as_data_error(path: str) -> Iterator[None]:
     """Turn errors of writing into a `DataError` that names the file."""
     try:
         yield
@@ -256,7 +256,7 @@ def _wait(folder: str) -> contextlib.AbstractContextManager[FileLock]:
     """Return the held lock of a working folder, which is made if it does not exist."""
     lock, seconds = _lock(folder), _SAY_SECONDS
     while True:
-        with naming(folder), contextlib.suppress(FileNotFoundError):  # removed this moment
+        with as_data_error(folder), contextlib.suppress(FileNotFoundError):  # removed this moment
             os.makedirs(folder, exist_ok=True)
             try:
                 return lock.acquire(seconds, poll_interval=_POLL_SECONDS)

@@ -109,6 +109,7 @@ def tune(
 
     Raises:
       ConfigError, DataError, CheckpointError: as `train.loop.fit`.
+      KeyboardInterrupt: a signal stopped the training; with a workdir, the same call resumes it.
     """
     have = {e.boundary for e in model.config.exits}
     tuned = sorted({*exits})
@@ -128,7 +129,8 @@ def tune(
             ),
             tune={"part": "exits", "exits": tuple(tuned)},
         )
-        fit(with_base(values, place), place)
+        if fit(with_base(values, place), place).stopped is not None:
+            raise KeyboardInterrupt
         made = language_model.load(place)
     return dataclasses.replace(made, source=None if workdir is None else made.source)
 

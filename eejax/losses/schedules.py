@@ -17,7 +17,7 @@ import numpy as np
 
 from eejax.common.errors import require, require_given, require_one_of
 
-Schedule = Callable[[jax.Array | int], jax.Array]
+WeightSchedule = Callable[[jax.Array | int], jax.Array]
 
 Kind = Literal["constant", "linear", "cosine"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -25,7 +25,7 @@ Curriculum = Literal["none", "rotating", "gradual"]
 CURRICULA: tuple[Curriculum, ...] = get_args(Curriculum)
 
 
-def constant(weights: Sequence[float]) -> Schedule:
+def constant(weights: Sequence[float]) -> WeightSchedule:
     """Return a schedule with the same weights [e] at every step."""
     fixed = _weights("weights", weights)
     return lambda step: jnp.asarray(fixed)
@@ -33,14 +33,14 @@ def constant(weights: Sequence[float]) -> Schedule:
 
 def linear(
     initial: Sequence[float], final: Sequence[float], steps: int, *, begin: int = 0
-) -> Schedule:
+) -> WeightSchedule:
     """Return a schedule that is linear from `initial` to `final` over `steps` from `begin`."""
     return _ramp(initial, final, steps, begin, lambda x: x)
 
 
 def cosine(
     initial: Sequence[float], final: Sequence[float], steps: int, *, begin: int = 0
-) -> Schedule:
+) -> WeightSchedule:
     """Return a schedule along half a cosine from `initial` to `final`, as `linear`."""
     return _ramp(initial, final, steps, begin, lambda x: 0.5 - 0.5 * jnp.cos(jnp.pi * x))
 
@@ -52,7 +52,7 @@ def schedule(
     initial: Sequence[float] | None = None,
     steps: int = 1,
     begin: int = 0,
-) -> Schedule:
+) -> WeightSchedule:
     """Return the schedule of a configuration: "constant" (`final` alone), "linear" or "cosine".
 
     Raises:
@@ -67,7 +67,7 @@ def schedule(
     return {"linear": linear, "cosine": cosine}[kind](initial, final, steps, begin=begin)
 
 
-def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None) -> Schedule:
+def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None) -> WeightSchedule:
     """Return which of n early exits have a loss at a step, as [n] float32 of 0 and 1.
 
     The curricula are those of LayerSkip (Elhoushi et al. 2024, section 4.1). "none": all exits have
@@ -97,7 +97,7 @@ def curriculum(kind: str, n: int, *, steps: int = 1, rotation: int | None = None
     return lambda step: ((numbers - jnp.asarray(step)) % max(1, period) == 0).astype(jnp.float32)
 
 
-def _ramp(initial, final, steps: int, begin: int, shape: Callable) -> Schedule:
+def _ramp(initial, final, steps: int, begin: int, shape: Callable) -> WeightSchedule:
     a, b = _weights("initial", initial), _weights("final", final)
     require(
         a.shape == b.shape,

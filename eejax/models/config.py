@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from eejax.common.errors import require, require_one_of
 from eejax.models.config_checks import (
@@ -20,7 +20,7 @@ from eejax.models.config_checks import (
 NORMS = ("rmsnorm", "layernorm")
 POSITIONS = ("learned", "rotary", "alibi", "none")
 ACTIVATIONS = ("gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "silu")
-HEADS = ("tied", "shared", "own")
+HeadKind = Literal["tied", "shared", "own"]
 NORM_PLACEMENTS = ("pre", "post", "pre_post", "output")
 RESIDUALS = ("sequential", "parallel", "parallel_one_norm")
 NO_WINDOW = 2**30  # a sliding window that hides nothing
@@ -125,7 +125,7 @@ class ExitConfig:
     mlp: bool = False
     block: bool = False
     norm: bool = True
-    head: str = "tied"
+    head: HeadKind = "tied"
     temperature: float = 1.0
     router: int = 0
 
@@ -137,7 +137,7 @@ class ExitConfig:
             "must be an integer number of layers",
         )
         require_switches(self)
-        require_one_of("ExitConfig.head", self.head, HEADS)
+        require_one_of("ExitConfig.head", self.head, get_args(HeadKind))
         require_positive(self, "temperature")
         require(
             self.router == 0 or is_size(self.router),
@@ -229,7 +229,7 @@ class ModelConfig:
     mlp_bias: bool = False
     activation: str = "silu"
 
-    head: str = "own"
+    head: HeadKind = "own"
     head_bias: bool = False
     logit_softcap: float | None = None
     temperature: float = 1.0
@@ -275,7 +275,7 @@ class ModelConfig:
             if getattr(self, name) is not None:
                 require_positive(self, name)
         require_one_of("ModelConfig.activation", self.activation, ACTIVATIONS)
-        require_one_of("ModelConfig.head", self.head, HEADS)
+        require_one_of("ModelConfig.head", self.head, get_args(HeadKind))
         require(
             is_number(self.embedding_scale) and self.embedding_scale != 0,
             "ModelConfig.embedding_scale",

@@ -1,4 +1,4 @@
-"""Positions in attention: rotary angles and ALiBi slopes."""
+"""Positions in attention: rotary angles, ALiBi slopes, and how many a query attends to."""
 
 from __future__ import annotations
 
@@ -76,3 +76,12 @@ def alibi_slopes(n_heads: int) -> list[float]:
     power = 2 ** math.floor(math.log2(n_heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
     return slopes + [2 ** (-4 * (2 * i + 1) / power) for i in range(n_heads - power)]
+
+
+def mean_visible(length: int, window: int | None) -> float:
+    """Return the mean number of positions that queries 0..length-1 attend to.
+
+    A query attends to its own position too.
+    """
+    w = length if window is None else min(window, length)
+    return (w * (w + 1) / 2 + (length - w) * w) / length

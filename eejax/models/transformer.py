@@ -11,7 +11,7 @@ from jax import lax
 
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.errors import require, require_one_of
-from eejax.common.trees import Tree, slice_layers
+from eejax.common.trees import Tree, new_leaves, slice_layers
 from eejax.models import exits, layers, shards
 from eejax.models.config import NO_WINDOW, ModelConfig
 from eejax.models.params import for_compute
@@ -197,6 +197,29 @@ def rematerialised(f, remat: str):
     keep = policies.dots_with_no_batch_dims_saveable
     policy = keep if remat == "dots" else policies.nothing_saveable
     return jax.checkpoint(f, policy=policy, prevent_cse=False)
+
+
+def layer_residuals(
+    p: Tree, x: jax.Array, config: ModelConfig, length: int, remat: str, axes: Axes = LOCAL
+) -> list[jax.Array]:
+    """Return the arrays that a layer keeps for its backward pass, under a policy of activations.
+
+    Parameters and what all layers share are left out.
+
+    Args:
+      p: parameters of the layer.
+      x: [b, t, d], its input.
+      config: the model.
+      length: tokens of a sequence, all shards together.
+      remat: as in `rematerialised`.
+      axes: mesh axes that the layer is sharded over.
+    """
+    context = layers.make_context(config, jnp.arange(length)[None])
+
+    def run(p, x):
+        return layers.layer(p, x, config, context, axes=axes)[0]
+
+    return new_leaves(jax.vjp(rematerialised(run, remat), p, x)[1], (p, context))
 
 
 def exit_states(

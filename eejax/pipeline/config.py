@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 from eejax.common.errors import require
 from eejax.common.fields import PositiveFloat, PositiveInt, check_fields
-from eejax.pipeline.partition import EVEN, Placement
+from eejax.pipeline.partition import EVEN, ExitPlacement
 from eejax.pipeline.schedule import ExitTiming
 
 Fill = Literal["none", "part1", "part2", "both"]
@@ -37,7 +37,7 @@ class PipelineConfig:
     schedule: Literal["1f1b", "gpipe"] = "1f1b"
     exits: ExitTiming = "mixed"
     layers: Literal["even", "balanced"] | tuple[PositiveInt, ...] = EVEN
-    placement: Placement = "later"
+    placement: ExitPlacement = "later"
     fill: Fill = "none"
     backward_cost: PositiveFloat = 2.0
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from eejax.common.trees import nbytes
 from eejax.losses.cross_entropy import chunk_size
-from eejax.models import layers as model_layers
 from eejax.models import params
 from eejax.models.config import ModelConfig
-from eejax.models.transformer import rematerialised
+from eejax.models.positions import mean_visible
+from eejax.models.transformer import layer_residuals
 from eejax.pipeline.async_1f1b import at_end
 from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT, Partition
 from eejax.pipeline.schedule import one_f_one_b, rings
@@ -152,7 +152,7 @@ def model_costs(
     head = config.padded_vocab * config.d_model
 
     def work(weights: int, windows: Sequence[int | None]) -> PassTime:
-        seen = sum(_mean_seen(length, w) for w in windows)
+        seen = sum(mean_visible(length, w) for w in windows)
         forward = tokens * (2.0 * weights + 4.0 * config.n_heads * config.head_dim * seen)
         return PassTime(forward, 2 * forward)
 
@@ -176,13 +176,6 @@ def model_costs(
         tuple(map(total, places.inner)),
         work(head, ()).plus(total(places.final)),
     )
-
-
-def _mean_seen(length: int, window: int | None) -> float:
-    """Return the mean over queries 0..length-1 of the positions that each sees, including its
-    own."""
-    w = length if window is None else min(window, length)
-    return (w * (w + 1) / 2 + (length - w) * w) / length
 
 
 def model_sizes(
@@ -244,15 +237,7 @@ def layer_kept(config: ModelConfig, rows: int, length: int, remat: str) -> int:
         return jax.ShapeDtypeStruct(a.shape, config.dtype if a.decay else jnp.float32)
 
     def residuals(p, x):
-        context = model_layers.make_context(config, jnp.arange(length)[None])
-
-        def run(p, x):
-            return model_layers.layer(p, x, config, context)[0]
-
-        kept = jax.vjp(rematerialised(run, remat), p, x)[1]
-        given = {id(a) for a in jax.tree.leaves((p, context))}
-        found = {id(a): a for a in jax.tree.leaves(kept) if id(a) not in given}
-        return list(found.values())
+        return layer_residuals(p, x, config, length, remat)
 
     tree = params.map_params(structs, params.layer(config))
     return nbytes(jax.eval_shape(residuals, tree, x))

@@ -65,7 +65,7 @@ def exit_gradients(pipeline: Pipeline, microbatches: int) -> Callable[..., Batch
 
     def run(*arguments):
         sums = mapped(*arguments)
-        return sums._replace(squares=pipeline.layout.squares_by_exit(sums.grads))
+        return sums._replace(squares=pipeline.stage_layout.squares_by_exit(sums.grads))
 
     return run
 

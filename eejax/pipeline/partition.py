@@ -11,8 +11,8 @@ from typing import Literal, NamedTuple, get_args
 from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.models.config import ModelConfig
 
-Placement = Literal["later", "earlier"]
-PLACEMENTS: tuple[Placement, ...] = get_args(Placement)
+ExitPlacement = Literal["later", "earlier"]
+PLACEMENTS: tuple[ExitPlacement, ...] = get_args(ExitPlacement)
 EVEN, BALANCED = "even", "balanced"
 INPUT, INSIDE, OUTPUT = "input", "inside", "output"
 

@@ -60,7 +60,7 @@ def plan(
     }
     if config.fill == "none":
         make = GENERATORS[config.schedule]
-        return PipelinePlan(make(partition.stages, microbatches, **settings))
+        return PipelinePlan(_checked(make(partition.stages, microbatches, **settings)))
     settings |= {part: None if config.fill in (part, "both") else 0 for part in ("part1", "part2")}
     settings["inner_stages"] = [i for i in range(partition.stages) if partition.on(i, INSIDE)]
     # Mixed exits and inserted microbatches use the same idle time, and neither takes memory.
@@ -68,7 +68,13 @@ def plan(
     times = costs(config, partition, length)
     found = [filled_to(times, microbatches, **settings | {"exits": e}) for e in policies]
     best = min(found, key=lambda one: one.time)
-    return PipelinePlan(best.schedule, factors(best))
+    return PipelinePlan(_checked(best.schedule), factors(best))
+
+
+def _checked(schedule: Schedule) -> Schedule:
+    """Return a schedule that passes `Schedule.check`."""
+    schedule.check()
+    return schedule
 
 
 def factors(filled: Filled) -> Factors | None:

@@ -50,6 +50,8 @@ def ring(n: int, like: Tree) -> Tree:
 
 
 def put(ring: Tree, value: Tree, slot: jax.Array | int) -> Tree:
+    """Return the ring with a value in one slot."""
+
     def write(r, a):
         return lax.dynamic_update_index_in_dim(r, a.astype(r.dtype), slot, 0)
 
@@ -57,6 +59,7 @@ def put(ring: Tree, value: Tree, slot: jax.Array | int) -> Tree:
 
 
 def get(ring: Tree, slot: jax.Array | int) -> Tree:
+    """Return the value in one slot of the ring."""
     return jax.tree.map(lambda r: lax.dynamic_index_in_dim(r, slot, 0, keepdims=False), ring)
 
 

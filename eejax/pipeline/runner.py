@@ -20,11 +20,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -56,46 +55,6 @@ def gradients(
         in_specs=(*pipeline.specs, P(), P(), P(DATA), P()),
         out_specs=BatchSums(pipeline.grad_specs, P(), P(), ExitSums(P(), P())),
     )
-
-
-def loss(
-    pipeline: Pipeline, schedule: Schedule
-) -> Callable[..., tuple[jax.Array, ExitSums[jax.Array]]]:
-    """Return a function of the arguments of `gradients` that gives the summed loss and the exits'
-    sums.
-
-    It is to be differentiated once, in `params`, like any loss: its forward pass runs the backward
-    passes of the schedule too, and its backward pass only scales. The value alone takes as long;
-    for that there is `pipeline.forward.evaluation`. The exits' sums are for reports and have no
-    gradient.
-    """
-    run = gradients(pipeline, schedule)
-
-    @jax.custom_vjp
-    def value(params, *rest):
-        sums = run(params, *rest)
-        return sums.total, sums.exits
-
-    def forward(params, *rest):
-        sums = run(params, *rest)
-        return (sums.total, sums.exits), (sums.grads, rest)
-
-    def backward(saved, cotangents):
-        grads, rest = saved
-        return (
-            jax.tree.map(lambda g: g * cotangents[0], grads),
-            *(jax.tree.map(_no_gradient, a) for a in rest),
-        )
-
-    value.defvjp(forward, backward)
-    return value
-
-
-def _no_gradient(a: jax.Array) -> Any:
-    """Return the cotangent of an argument that is held constant."""
-    if jnp.issubdtype(a.dtype, jnp.floating):
-        return jnp.zeros_like(a)
-    return np.zeros(a.shape, jax.dtypes.float0)
 
 
 class _StageCarry(NamedTuple):
@@ -350,7 +309,7 @@ class _Operations:
             (ge,) = jax.vjp(lambda e: stage.embed(e, m, context), stage.embedding(stage.params))[1](
                 gx
             )
-            group, row = stage.layout.find(TOKENS, 0)
+            group, row = stage.stage_layout.find(TOKENS, 0)
             add_row(row, refs[group], ge.pop(TOKENS))
             if ge:
                 jax.tree.map(functools.partial(add_row, ...), refs["embed"], ge)
@@ -370,7 +329,7 @@ def _sum(stage: PipelineStage, grads: Tree, totals: Totals, counted: int) -> Bat
     if stage.factors is not None:  # before copies are added: each stage has its own factor
         factor = stage.own(stage.factors.gradients)
         grads = jax.tree.map(lambda g: g * factor, grads)
-    for group, tables in stage.layout.slots.items():
+    for group, tables in stage.stage_layout.slots.items():
         if group in grads:
             for slots in tables.values():
                 grads[group] = _sum_copies(stage, grads[group], slots)

@@ -46,7 +46,7 @@ class Pipeline:
       ConfigError: for tuned exits that are to be distilled.
     """
 
-    layout: StageLayout
+    stage_layout: StageLayout
     mesh: Mesh | AbstractMesh
     cuts: Layout = DEFAULT
     remat: str = "dots"
@@ -56,7 +56,7 @@ class Pipeline:
 
     def __post_init__(self):
         require(
-            not (self.layout.tuned and self.objective.distillation),
+            not (self.stage_layout.tuned and self.objective.distillation),
             "loss.distillation",
             self.objective.distillation,
             "must be 0 while exits are tuned, because the final exit does not run",
@@ -75,18 +75,18 @@ class Pipeline:
 
     @property
     def config(self) -> ModelConfig:
-        return self.layout.config
+        return self.stage_layout.config
 
     @functools.cached_property
     def specs(self) -> tuple[Tree, Tree]:
         """Return the partition specs of (trained, frozen) parameters."""
-        return tuple(rules.specs(d, self.mesh) for d in self.layout.declarations())
+        return tuple(rules.specs(d, self.mesh) for d in self.stage_layout.declarations())
 
     @functools.cached_property
     def grad_specs(self) -> Tree:
         """Return the partition specs of gradients: every device gets the part whose moments it
         holds."""
-        return rules.specs(self.layout.declarations()[0], self.mesh, self.cuts.moments_over)
+        return rules.specs(self.stage_layout.declarations()[0], self.mesh, self.cuts.moments_over)
 
 
 class _Kind(NamedTuple):
@@ -118,12 +118,12 @@ class PipelineStage:
 
     def __init__(self, pipeline, trained, frozen, batch, step, rates, parts, factors=None):
         self.pipeline, self.config = pipeline, pipeline.config
-        self.layout, self.partition = pipeline.layout, pipeline.layout.partition
+        self.stage_layout, self.partition = pipeline.stage_layout, pipeline.stage_layout.partition
         self.axes = mesh_axes(pipeline.mesh, pipeline.cuts)
         self.trained, self.factors = trained, factors
         self.rates = None if rates is None else vary_over(rates, P())
         self.params = params.for_compute(join(frozen, self.trained), self.config.dtype)
-        for name in ("embed", *self.layout.slots):  # tables are cast where they are used
+        for name in ("embed", *self.stage_layout.slots):  # tables are cast where they are used
             if name in (whole := join(frozen, self.trained)):
                 self.params[name] = whole[name]
         self.stack = fusion.flat_heads(self.params["layers"])
@@ -155,6 +155,7 @@ class PipelineStage:
         return self.vary(x)
 
     def no_totals(self) -> Totals:
+        """Return totals of 0."""
         n, sequence = len(self.partition.which), self.axes.sequence
         squares = jnp.zeros(n)
         if sequence:
@@ -177,30 +178,30 @@ class PipelineStage:
         return vary_over(tree, P())
 
     def context(self, m: jax.Array) -> layers.LayerContext:
-        def at(a):
-            return lax.dynamic_index_in_dim(a, m, 0, keepdims=False)
-
+        """Return what all layers share for microbatch m."""
         return layers.make_context(
             self.config,
             self.positions(m),
-            segment_ids=at(self.batch["segment_ids"]) if "segment_ids" in self.batch else None,
-            dropout_keys=None if self.keys is None else at(self.keys),
+            segment_ids=get(self.batch["segment_ids"], m) if "segment_ids" in self.batch else None,
+            dropout_keys=None if self.keys is None else get(self.keys, m),
         )
 
     def positions(self, m: jax.Array) -> jax.Array:
+        """Return the positions [b, t] of microbatch m, or [1, t] if all rows have the same."""
         if "positions" in self.batch:
-            return lax.dynamic_index_in_dim(self.batch["positions"], m, 0, keepdims=False)
+            return get(self.batch["positions"], m)
         return jnp.arange(self.batch["tokens"].shape[-1])[None]
 
     def embed(self, embedding: Tree, m: jax.Array, context: layers.LayerContext) -> jax.Array:
-        tokens = lax.dynamic_index_in_dim(self.batch["tokens"], m, 0, keepdims=False)
+        """Return the embedding [b, t, d] of microbatch m."""
+        tokens = get(self.batch["tokens"], m)
         positions = self.positions(m)
         x = transformer.embed({"embed": embedding}, self.config, tokens, positions, self.axes)
         return layers.dropout(x, self.config.dropout, context.dropout_keys, 0, 2, self.axes)
 
     def embedding(self, tree: Tree) -> Tree:
         """Return the parameters that `embed` takes, from all of them or from their gradients."""
-        group, slot = self.layout.find(TOKENS, 0)
+        group, slot = self.stage_layout.find(TOKENS, 0)
         return {TOKENS: tree[group][slot], **tree.get("embed", {})}
 
     def trunk(self, remat: str) -> Callable:
@@ -248,8 +249,8 @@ class PipelineStage:
         c = self.config
         for place in self.partition.places:
             e = place.exit
-            table = self.layout.find(table_name(c, e), place.stage)
-            parts = tuple((k, s[e]) for k, s in self.layout.parts.items() if e in s)
+            table = self.stage_layout.find(table_name(c, e), place.stage)
+            parts = tuple((k, s[e]) for k, s in self.stage_layout.parts.items() if e in s)
             final = e == c.n_exits
             early = () if final else dataclasses.astuple(c.exits[e])[1:]
             block = not final and c.exits[e].block
@@ -303,9 +304,9 @@ class PipelineStage:
     def final_exit(self) -> tuple[Tree, jax.Array]:
         """Return (own parameters, table) of the final exit, sent by the last stage to the others; a
         table that is on every stage with an exit is not sent."""
-        e, slots = self.config.n_exits, self.layout.slots
+        e, slots = self.config.n_exits, self.stage_layout.slots
         name = table_name(self.config, e)
-        group, slot = self.layout.find(name, self.partition.stages - 1)
+        group, slot = self.stage_layout.find(name, self.partition.stages - 1)
 
         def from_last(a):
             sent = lax.psum(jnp.where(self.last, a, jnp.zeros((), a.dtype)), PIPE)
@@ -314,7 +315,7 @@ class PipelineStage:
         held = self.params.get("exits", {})
         own = {
             k: jax.tree.map(lambda a, r=rows[e]: a[r], held[k])
-            for k, rows in self.layout.parts.items()
+            for k, rows in self.stage_layout.parts.items()
             if e in rows
         }
         if any(slots[group][name][place.stage] == ABSENT for place in self.partition.places):

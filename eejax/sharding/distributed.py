@@ -86,6 +86,7 @@ class Processes:
 
     @property
     def address(self) -> tuple[str, int]:
+        """Host and port of process 0."""
         where = require_given("coordinator", self.coordinator, "must be HOST:PORT of process 0")
         host, _, port = where.rpartition(":")
         return host.strip("[]"), int(port)
@@ -207,6 +208,7 @@ class MaxVote:
         self._largest = jax.jit(jnp.max, out_shardings=NamedSharding(mesh, P()))
 
     def cast(self, value: int) -> jax.Array:
+        """Return the largest `value` of all processes, to be fetched later."""
         mine = np.full(1, value, np.int32)
         return self._largest(jax.make_array_from_callback(self._shape, self._each, lambda _: mine))
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from absl import logging
 
-from eejax.checkpoint.files import finished_steps, write_text
+from eejax.checkpoint import overlay
+from eejax.checkpoint.files import finished_steps, only_user, write_text
 from eejax.checkpoint.hf.load import fetched, pretrained_config
 from eejax.checkpoint.language_model import has_tokenizer, tokenizer_of
 from eejax.checkpoint.model import (
@@ -33,7 +34,7 @@ from eejax.checkpoint.model import (
 from eejax.common.errors import CheckpointError, DataError, require, require_count
 from eejax.common.paths import expanded
 from eejax.data.tokenizer_files import load_tokenizer
-from eejax.data.tokenizers import Tokenizer
+from eejax.data.tokenizers import Tokenizer, save_tokenizer
 from eejax.models.config import ModelConfig
 from eejax.sharding import distributed
 from eejax.train import inputs
@@ -98,7 +99,8 @@ def with_base(
         base's even if they have their default.
 
     Raises:
-      ConfigError: a field that contradicts the base, or has a wrong type.
+      ConfigError: a field that contradicts the base, or has a wrong type; or the workdir is in use
+        or has a calibrated run.
       CheckpointError: a base that is not a model, or a run whose tokenizer is not the one it began
         with.
       DataError: another tokenizer than the base's, or another chat template than the run's.
@@ -114,11 +116,12 @@ def with_base(
     if workdir is not None:
         workdir = expanded(workdir)
         check_workdir(workdir, source)
+        overlay.require_free(workdir)
     facts = _resumed(workdir, source)
     if workdir is None or facts is None:
         facts, tokenizer = _facts(source, train.get("base_step"), spec, chosen)
         if workdir is not None:
-            distributed.broadcast_from_process_zero(lambda: _keep(tokenizer, workdir / TOKENIZER))
+            distributed.broadcast_from_process_zero(lambda: _keep(tokenizer, workdir))
     else:
         _check_resumed_tokenizer(chosen, facts, workdir)
     train["base"] = facts.source
@@ -161,20 +164,23 @@ def _located(source: str) -> str:
     return whole if os.path.realpath(whole) == real else real  # ".." behind a link
 
 
-def _keep(tokenizer: Tokenizer, folder: pathlib.Path) -> None:
-    """Save the tokenizer unless the folder has one; `load_base` refuses a different one.
+def _keep(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
+    """Save the tokenizer unless the workdir has one; `load_base` refuses a different one.
 
     A new chat template replaces that of an attempt without a checkpoint, but never that of a run.
+    Raises `ConfigError` while another process uses the workdir.
     """
-    if folder.is_dir():
-        if has_checkpoint(folder.parent):
-            return
-        old = load_tokenizer(folder)
-        if old.fingerprint != tokenizer.fingerprint or old.chat == tokenizer.chat:
-            return
-        shutil.rmtree(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    inputs.save_tokenizer(tokenizer, folder)
+    folder = workdir / TOKENIZER
+    workdir.mkdir(parents=True, exist_ok=True)
+    with only_user(workdir):
+        if folder.is_dir():
+            if has_checkpoint(workdir):
+                return
+            old = load_tokenizer(folder)
+            if old.fingerprint != tokenizer.fingerprint or old.chat == tokenizer.chat:
+                return
+            shutil.rmtree(folder)
+        save_tokenizer(tokenizer, folder)
 
 
 def _model(

@@ -31,14 +31,14 @@ from eejax.common.errors import CheckpointError, require_given
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join, path_name, split
 from eejax.data.tokenizer_files import load_tokenizer
-from eejax.data.tokenizers import Tokenizer, check_vocabulary
+from eejax.data.tokenizers import Tokenizer, check_vocabulary, save_tokenizer
 from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.models.exits import head_name
 from eejax.sharding import distributed, rules
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import inputs
-from eejax.train.base import BASE, FREE, FixedFields, naming_base, origin, remember
+from eejax.train.base import BASE, FREE, FixedFields, naming_base, origin
 from eejax.train.config import Experiment
 from eejax.train.placement import placement
 from eejax.train.scope import Scope, first_layers
@@ -77,8 +77,10 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
     if tokenizer is None:
         assert base.pretrained is not None  # a run has a tokenizer
         tokenizer = _tokenizer(base.pretrained, experiment, workdir)
-    if not (workdir / TOKENIZER).is_dir():
-        inputs.save_tokenizer(tokenizer, workdir / TOKENIZER)
+    folder = workdir / TOKENIZER
+    distributed.broadcast_from_process_zero(
+        lambda: folder.is_dir() or save_tokenizer(tokenizer, folder)
+    )
     # Another run's tokenizer would give the model other tokens.
     load_run_tokenizer(workdir, {"tokenizer": tokenizer.fingerprint})
     # Compiled, so that XLA drops the initialization of the rest of the model.
@@ -282,21 +284,17 @@ def same_base(
       facts: facts of the base, if the run reads it again.
 
     Raises:
-      CheckpointError: if base.json does not say what the checkpoint says, or the base has other
+      CheckpointError: if base.json differs from the checkpoint's metadata, or the base has other
         parameters than at the run's start.
     """
-    kept = origin(workdir)
-    if "base" in metadata and (kept is None or kept != metadata["base"]):
+    kept, saved = origin(workdir), metadata.get("base")
+    if kept is None or kept != saved:
         raise CheckpointError(
-            f"{workdir / BASE}: must say what the run's checkpoints say, {metadata['base']}, and "
+            f"{workdir / BASE}: must say what the run's checkpoints say, {saved}, and "
             f"{'is missing' if kept is None else f'says {kept}'}. Put it back (the same command "
             "writes it into a new workdir), or begin anew in another workdir."
         )
-    if facts is None:
-        return
-    if kept is None:  # older versions wrote none
-        remember(workdir, facts)
-    elif kept["digest"] != facts.digest:
+    if facts is not None and kept["digest"] != facts.digest:
         raise CheckpointError(
             f"train.base = {facts.source!r}: its parameters (digest {facts.digest}) are not those "
             f"that the run in {workdir} began with (digest {kept['digest']}, {kept['source']!r}). "

@@ -119,7 +119,7 @@ class ExitWeights:
             "has a meaning in a rotating curriculum only",
         )
 
-    def schedule(self, steps: int) -> schedules.Schedule:
+    def schedule(self, steps: int) -> schedules.WeightSchedule:
         """Return step -> weights [e] of the early exits, for a run of `steps`."""
         rest = max(1, steps - self.begin)
         weights = schedules.schedule(

@@ -12,6 +12,7 @@ from eejax.common.fields import field_types, is_a, type_name
 
 
 def require_known(name: str, where: str, known: Mapping[str, Any], kind: str) -> None:
+    """Raise `ConfigError`, which names similar words, unless `name` is among the `known`."""
     if name in known:
         return
     close = difflib.get_close_matches(name, known, n=3)

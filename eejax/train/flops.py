@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from eejax.models import params
 from eejax.models.config import ModelConfig
+from eejax.models.positions import mean_visible
 
 # Dense bf16 peaks per device from the vendors' data sheets, by a part of `device_kind`. The first
 # match counts, so longer names come first.
@@ -45,22 +46,13 @@ def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float =
         weights += sum(jax.tree.leaves({k: v for k, v in own.items() if k != "head"}))
     windows = [config.window(i) for i in range(config.n_layers)]
     windows += [config.exit_window(i) for i, e in enumerate(config.exits) if e.block]
-    seen = sum(_mean_seen(length, w) for w in windows)
+    seen = sum(mean_visible(length, w) for w in windows)
     return 6.0 * weights + 12.0 * config.n_heads * config.head_dim * seen
 
 
 def exit_heads_flops_per_token(config: ModelConfig, exit_tokens: float = 1.0) -> float:
     """Return the part of `model_flops_per_token` that the heads of early exits take."""
     return 6.0 * config.n_exits * exit_tokens * config.padded_vocab * config.d_model
-
-
-def _mean_seen(length: int, window: int | None) -> float:
-    """Return the mean number of positions that queries 0..length-1 attend to.
-
-    A query attends to its own position too.
-    """
-    w = length if window is None else min(window, length)
-    return (w * (w + 1) / 2 + (length - w) * w) / length
 
 
 def peak_flops(

@@ -7,13 +7,11 @@ import functools
 import itertools
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator
 
 from absl import logging
 
 from eejax import data
-from eejax.checkpoint.files import naming
 from eejax.common.errors import DataError
 from eejax.sharding import distributed
 from eejax.train.config import DataConfig, Experiment
@@ -72,13 +70,13 @@ def _prepare(
         tokenizer = data.train_bpe(itertools.chain.from_iterable(texts), vocab_size)
     data.check_vocabulary(tokenizer, vocab_size)
     if trained:  # keep what took time; another tokenizer is saved once the text could be read
-        save_tokenizer(tokenizer, saved)
+        data.save_tokenizer(tokenizer, saved)
 
     pack = functools.partial(data.pack, workers=workers, progress=progress)
     made = _open(config, tokenizer, workdir, pack)
     assert made is not None  # what is not there is packed
     if not saved.is_dir():
-        save_tokenizer(tokenizer, saved)
+        data.save_tokenizer(tokenizer, saved)
     return made
 
 
@@ -266,28 +264,6 @@ def _tokenizer(
             f"was begun with {have.fingerprint}. Restore that setting, or use a new workdir."
         )
     return tokenizer
-
-
-def save_tokenizer(tokenizer: data.Tokenizer, folder: pathlib.Path) -> None:
-    """Save a tokenizer's folder atomically: a kill or a full disk leaves no partial folder.
-
-    Several processes may save the same tokenizer; the first to finish wins.
-    """
-    part = folder.with_name(f"{folder.name}.{distributed.index()}.part")
-    shutil.rmtree(part, ignore_errors=True)  # left by a run that was killed here
-    try:
-        with naming(folder):
-            data.save_tokenizer(tokenizer, part)
-            for file in part.iterdir():
-                with open(file, "rb") as written:
-                    os.fsync(written.fileno())
-            try:
-                part.rename(folder)
-            except OSError:
-                if not folder.is_dir():
-                    raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def strip(batch: data.Batch, document_masks: bool) -> data.Batch:

@@ -16,12 +16,14 @@ import jax
 from jax.sharding import Mesh
 
 from eejax import data
+from eejax.checkpoint import overlay
 from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, TOKENIZER, TUNING
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join
 from eejax.data.prefetch import import_grain
+from eejax.pipeline.stage import Arrays
 from eejax.sharding import distributed
 from eejax.sharding.mesh import make_mesh
 from eejax.train import base as bases
@@ -35,7 +37,7 @@ from eejax.train.run_checkpoints import RunCheckpoints
 from eejax.train.run_report import RunReport
 from eejax.train.signals import Stopping, StopRequest
 from eejax.train.state import TrainState
-from eejax.train.step import Arrays, Metrics, put_batch
+from eejax.train.step import Metrics, put_batch
 
 CONFIG = "config.json"
 
@@ -74,7 +76,8 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> TrainResult:
     any process stops all of them at the same step.
 
     Raises:
-      ConfigError, DataError: the settings or the text cannot be used, or the workdir is in use.
+      ConfigError, DataError: the settings or the text cannot be used, or the workdir is in use or
+        has a calibrated run.
       CheckpointError: the checkpoints are of another run (`runs.check_same_run`), none is usable,
         or one cannot be written.
       OSError: anything else cannot be written; the message names the checkpoint that stays usable.
@@ -85,6 +88,7 @@ def fit(experiment: Experiment, workdir: str | os.PathLike) -> TrainResult:
     if experiment.data.prefetch:
         import_grain()  # before all the text is packed
     workdir = expanded(workdir).absolute()
+    overlay.require_free(workdir)
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as lock:

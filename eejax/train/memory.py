@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +18,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, MESH_AXES, MODEL
-from eejax.common.trees import Tree, join, nbytes
+from eejax.common.trees import Tree, join, nbytes, new_leaves
 from eejax.losses.cross_entropy import chunk_size
 from eejax.losses.multi_exit import multi_exit_loss
-from eejax.models import attention, layers, params
-from eejax.models.transformer import rematerialised
+from eejax.models import attention, params
+from eejax.models.transformer import layer_residuals
 from eejax.pipeline import runner
 from eejax.pipeline.plan import plan
 from eejax.pipeline.stage import Pipeline, PipelineStage, vary_over
@@ -154,17 +154,13 @@ def compiled_memory(compiled: jax.stages.Compiled) -> CompiledMemory:
     )
 
 
-def compile_step(
-    experiment: Experiment,
-    # To type checkers `jax.Device` is a variable.
-    devices: Sequence[jax.Device] | None = None,  # pyright: ignore[reportInvalidTypeForm]
-) -> jax.stages.Compiled:
+def compile_step(experiment: Experiment) -> jax.stages.Compiled:
     """Compile the training step of `experiment` for its mesh from shapes; nothing is allocated.
 
     Raises:
-      ConfigError: if there are too few `devices` (default: all).
+      ConfigError: if there are too few devices.
     """
-    program = Program(experiment, make_mesh(experiment.mesh, devices))
+    program = Program(experiment, make_mesh(experiment.mesh))
     shape = experiment.train.batch_size, experiment.data.length
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
     names = ["tokens", "labels"]
@@ -248,9 +244,11 @@ def _kept(program: Program, rows: int) -> _SavedBytes:
                 **documents,
             )
 
-        kept = _without(jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights))
-        activations = _without(kept, (copies, held))
-        return _SavedBytes(nbytes(_without(kept, activations)), nbytes(activations))
+        kept = new_leaves(
+            jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights)
+        )
+        activations = new_leaves(kept, (copies, held))
+        return _SavedBytes(nbytes(new_leaves(kept, activations)), nbytes(activations))
 
     shapes = (*map(_structs, declared), tokens, weights)
     return _on_a_device(measure, mesh, (*specs, P(DATA), P()), shapes)
@@ -271,7 +269,7 @@ def _kept_on_stages(program: Program, rows: int) -> _SavedBytes:
     def measure(trained, frozen, batch):
         trained, frozen = vary_over((trained, frozen), pipeline.specs)
         stage = PipelineStage(pipeline, trained, frozen, batch, jnp.zeros((), jnp.int32), None, n)
-        copies = nbytes(_without(stage.params, (trained, frozen)))
+        copies = nbytes(new_leaves(stage.params, (trained, frozen)))
         if places.scope.tuned:  # nothing is kept where nothing goes backward
             return _SavedBytes(copies, 0)
         made = plan(e.pipeline, cut, n, length=e.data.length, remat=e.train.remat, objective=e.loss)
@@ -279,12 +277,6 @@ def _kept_on_stages(program: Program, rows: int) -> _SavedBytes:
 
     shapes = (*map(_structs, places.declarations), batch)
     return _on_a_device(measure, mesh, (*pipeline.specs, P(DATA)), shapes)
-
-
-def _without(tree: Tree, given: Tree) -> list[jax.Array]:
-    """Return the leaves of `tree`, each once, except those that are leaves of `given`."""
-    known = {id(a) for a in jax.tree.leaves(given)}
-    return list({id(a): a for a in jax.tree.leaves(tree) if id(a) not in known}.values())
 
 
 def _one_layer(program: Program, rows: int) -> int:
@@ -307,12 +299,7 @@ def _one_layer(program: Program, rows: int) -> int:
 
         def kept(remat: str) -> int:
             q = params.for_compute(p, config.dtype)
-            context = layers.make_context(config, jnp.arange(length)[None])
-
-            def run(q, x):
-                return layers.layer(q, x, config, context, axes=axes)[0]
-
-            return nbytes(_without(jax.vjp(rematerialised(run, remat), q, x)[1], (q, x)))
+            return nbytes(layer_residuals(q, x, config, length, remat, axes))
 
         whole = 2 * nbytes(p) if layout.params_over and mesh.shape[DATA] > 1 else 0
         return scores + kept("none") - kept(experiment.train.remat) + whole

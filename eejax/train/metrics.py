@@ -20,7 +20,8 @@ from tensorboardX.proto.event_pb2 import (  # Protocol Buffers make the classes 
 )
 from tqdm import tqdm
 
-from eejax.checkpoint.files import naming, write_text
+from eejax.checkpoint.files import write_text
+from eejax.common.errors import naming_file
 from eejax.models.config import ModelConfig
 
 METRICS = "metrics.jsonl"
@@ -62,15 +63,15 @@ def _record(line: bytes) -> dict[str, Any] | None:
 class MetricsWriter:
     """Writer of records {"step": n, name: number, ...} to metrics.jsonl and TensorBoard.
 
-    A run that resumes after step `resumed` drops later records, so that no step appears twice.
-    Numbers that are not finite become null, and are not drawn. If a write fails, `OSError` names
-    the file.
+    A run that resumes after step `resumed` drops later records, so that no step appears twice. One
+    that begins, with `resumed` 0, drops all. Numbers that are not finite become null, and are not
+    drawn. If a write fails, `OSError` names the file.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, resumed: int = 0):
         workdir = pathlib.Path(workdir)
         path = workdir / METRICS
-        kept = [r for r in read_metrics(workdir) if r["step"] <= resumed]
+        kept = [r for r in read_metrics(workdir) if resumed and r["step"] <= resumed]
         if bad := _unreadable(path):
             logging.warning("%s: %d lines are no records and are dropped", path, bad)
         write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
@@ -84,14 +85,14 @@ class MetricsWriter:
             return v if not isinstance(v, float) or math.isfinite(v) else None
 
         written = {k: finite(v) for k, v in values.items()}
-        with naming(self._path):
+        with naming_file(self._path):
             self._file.write(json.dumps({"step": step} | written) + "\n")
             self._file.flush()
         self._board.write(step, {k: v for k, v in written.items() if v is not None})
 
     def close(self) -> None:
         try:
-            with naming(self._path):
+            with naming_file(self._path):
                 self._file.close()
         finally:
             self._board.close()
@@ -117,7 +118,7 @@ class _Board:
     def __init__(self, folder: pathlib.Path, resumed: int, *, flush_seconds: float = 10.0):
         self._folder, self._every = folder, flush_seconds
         self._flushed = time.monotonic()
-        with naming(folder):
+        with naming_file(folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._events = EventsWriter(str(folder / "events"))
             if resumed:  # TensorBoard itself hides what was recorded from this step on
@@ -128,7 +129,7 @@ class _Board:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now = time.time()
-        with naming(self._folder):
+        with naming_file(self._folder):
             for name, value in values.items():
                 scalar = summary.scalar(name, value)
                 self._events.write_event(Event(wall_time=now, step=step, summary=scalar))
@@ -137,7 +138,7 @@ class _Board:
                 self._flushed = time.monotonic()
 
     def close(self) -> None:
-        with naming(self._folder):
+        with naming_file(self._folder):
             self._events.close()
 
 

@@ -20,7 +20,7 @@ from eejax.common.fields import (
 )
 from eejax.common.trees import Tree
 
-Schedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
+RateSchedule = Literal["cosine", "linear", "constant", "inverse_sqrt"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class OptimizerConfig:
 
     learning_rate: PositiveFloat = 3e-4
     final_fraction: UnitFloat = 0.1
-    schedule: Schedule = "cosine"
+    schedule: RateSchedule = "cosine"
     warmup_steps: NonNegativeInt = 100
     b1: BelowOne = 0.9
     b2: BelowOne = 0.95

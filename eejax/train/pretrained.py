@@ -6,14 +6,13 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from jax.sharding import Mesh
-
 import eejax
+from eejax.checkpoint import overlay
 from eejax.checkpoint.hf import Pretrained, load_pretrained
 from eejax.checkpoint.hf.load import fetched
 from eejax.checkpoint.language_model import tokenizer_of
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER
+from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, TUNING
 from eejax.common.errors import CheckpointError
 from eejax.common.paths import expanded
 from eejax.data.tokenizers import save_tokenizer
@@ -27,7 +26,6 @@ def import_pretrained(
     data: Mapping[str, Any] | None = None,
     tokenizer: str | None = None,
     dtype: str = "float32",
-    mesh: Mesh | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> Pretrained:
     """Write a pretrained model into `workdir`, as the checkpoint of step 0 of a run.
@@ -40,15 +38,17 @@ def import_pretrained(
       watch: as `load_pretrained` takes it.
 
     Raises:
+      ConfigError: the workdir has a calibrated run.
       CheckpointError: the workdir already has checkpoints, the model has no tokenizer, or
         `load_pretrained` fails.
       DataError: the tokenizer does not fit the model.
     """
     workdir = expanded(workdir)
-    if (workdir / CHECKPOINTS).exists():
+    if any((workdir / folder).exists() for folder in (CHECKPOINTS, TUNING)):
         raise CheckpointError(f"{workdir} holds a run already. Remove it, or name another workdir.")
+    overlay.require_free(workdir)
     path = fetched(source)
-    loaded = load_pretrained(path, mesh=mesh, watch=watch)
+    loaded = load_pretrained(path, watch=watch)
     config = loaded.config.replace(dtype=dtype)
     chosen = tokenizer_of(path, loaded.raw, config.vocab_size, tokenizer)
     text = {
@@ -70,7 +70,6 @@ def import_pretrained(
         "averaged": False,
         "data": {},
         "pretrained": {
-            "source": os.fspath(source),
             "family": loaded.family.model_type,
             "generation": dict(loaded.generation),
         },

@@ -16,6 +16,7 @@ from eejax.common.trees import Tree
 from eejax.losses.multi_exit import ExitSums
 from eejax.models import params
 from eejax.pipeline.plan import plan
+from eejax.pipeline.stage import Arrays
 from eejax.sharding.mesh import check_batch
 from eejax.train import optimizer, recipes, state, step
 from eejax.train.config import Experiment, TrainConfig
@@ -143,7 +144,7 @@ class Program:
         return state.begin(values, self.optimizer, **self._extra)
 
     @property
-    def layer_dropout(self) -> step.Schedule | None:
+    def layer_dropout(self) -> step.StepFunction | None:
         """Schedule step -> probability [l] of leaving out each layer; None without dropout."""
         train, model = self.experiment.train, self.experiment.model
         if not train.layer_dropout:
@@ -179,7 +180,7 @@ class Program:
             loss_scale_interval=e.train.loss_scale_interval,
         )
 
-    def eval_step(self) -> Callable[[Tree, step.Arrays], ExitSums[jax.Array]]:
+    def eval_step(self) -> Callable[[Tree, Arrays], ExitSums[jax.Array]]:
         """Return the evaluation step (`step.make_eval_step`)."""
         e = self.experiment
         return step.make_eval_step(

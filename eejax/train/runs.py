@@ -90,17 +90,7 @@ def open_run(
 
 def saved_experiment(metadata: Mapping[str, Any]) -> Experiment:
     """Read the experiment from a checkpoint's metadata."""
-    return saved_settings(metadata, "experiment", lambda saved: Experiment.from_dict(_moved(saved)))
-
-
-def _moved(saved: dict[str, Any]) -> dict[str, Any]:
-    """Move the base from the section `tune`, where old checkpoints have it, to `train`."""
-    tune = dict(saved.get("tune", {}))
-    if "base" not in tune:
-        return saved
-    base = {"base": tune.pop("base"), "base_step": tune.pop("base_step", None)}
-    part = "all" if base["base"] is None else "exits"
-    return saved | {"tune": tune | {"part": part}, "train": saved.get("train", {}) | base}
+    return saved_settings(metadata, "experiment", Experiment.from_dict)
 
 
 def check_same_run(

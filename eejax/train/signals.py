@@ -90,5 +90,6 @@ class Stopping:
         return None if self._ballot is None else self._ballot.cast(int(self._stop.signal or 0))
 
     def count(self, vote: jax.Array | None) -> None:
+        """Take in the result of `vote`."""
         if vote is not None:
             self._agreed = self._agreed or int(vote)

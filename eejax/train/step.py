@@ -25,7 +25,7 @@ from eejax.pipeline import runner
 from eejax.pipeline.config import PIPELINE, PipelineConfig
 from eejax.pipeline.forward import evaluation, exit_gradients
 from eejax.pipeline.plan import plan
-from eejax.pipeline.stage import Pipeline
+from eejax.pipeline.stage import Arrays, Pipeline
 from eejax.sharding import rules
 from eejax.sharding.mesh import DEFAULT, Layout, check_batch, mesh_axes
 from eejax.sharding.spread import is_spread, parted
@@ -35,9 +35,8 @@ from eejax.train.recipes import averaged
 from eejax.train.scope import Scope
 from eejax.train.state import TrainState, abstract
 
-Arrays = Mapping[str, jax.Array]
 Metrics = dict[str, jax.Array]
-Schedule = Callable[[jax.Array], jax.Array]
+StepFunction = Callable[[jax.Array], jax.Array]
 GradientSums = Callable[[TrainState, jax.Array, jax.Array | None, Arrays], BatchSums[jax.Array]]
 """(state, weights [e], layer_dropout [l] or None, batch) -> sums."""
 
@@ -88,8 +87,8 @@ class TrainStep(Protocol):
 def make_train_step(
     config: ModelConfig,
     optimizer: optax.GradientTransformation,
-    learning_rate: Schedule,
-    exit_weights: Schedule,
+    learning_rate: StepFunction,
+    exit_weights: StepFunction,
     mesh: Mesh,
     *,
     layout: Layout = DEFAULT,
@@ -101,7 +100,7 @@ def make_train_step(
     scope: Scope | None = None,
     objective: LossObjective = CROSS_ENTROPY,
     sparse: bool = False,
-    layer_dropout: Schedule | None = None,
+    layer_dropout: StepFunction | None = None,
     ema: float | None = None,
     loss_scale: float | None = None,
     loss_scale_interval: int = 1000,
@@ -349,7 +348,7 @@ class Update:
     """
 
     optimizer: optax.GradientTransformation
-    learning_rate: Schedule
+    learning_rate: StepFunction
     clip_norm: float | None
     ema: float | None
     loss_scale_interval: int

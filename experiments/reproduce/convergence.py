@@ -214,8 +214,7 @@ def main() -> None:
         one = experiment(name, seed, steps, workdir.absolute() / "data", _TINY.value)
         folder = workdir / f"{name}_{seed}"
         result = fit(one, folder)
-        if result.stopped is not None:
-            sys.exit(128 + result.stopped)
+        launch.end_if_stopped(result)
         runs[name].append(read_losses(folder, exit_names(one.model), steps))
     rows = compare(runs)
     verdicts = judge(rows)

@@ -72,7 +72,6 @@ def train(folder: pathlib.Path, share: float, tiny: bool = False) -> dict[str, p
         run = folder / name
         launch.say(f"training {name} ...")
         result = fit(experiment(name, folder.absolute(), share, tiny), run)
-        if result.stopped is not None:
-            sys.exit(128 + result.stopped)
+        launch.end_if_stopped(result)
         found[name] = run
     return found

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 
 import numpy as np
 from absl import flags
@@ -97,8 +96,7 @@ def main() -> None:
             one = experiment(name, seed, _STEPS.value, workdir / "data", _TINY.value)
             folder = workdir / f"{name}_{seed}"
             result = fit(one, folder)
-            if result.stopped is not None:
-                sys.exit(128 + result.stopped)
+            launch.end_if_stopped(result)
             results[name].append(measure(folder, 2048 if _TINY.value else HELD_OUT))
     rows = {name: mean_of(seeds) for name, seeds in results.items()}
     summary = {"recipes": rows, "best": best(rows), "seeds": results, "findings": findings(rows)}

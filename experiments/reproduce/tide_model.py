@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-import sys
 
 from eejax.experiments import launch
 from eejax.experiments.windows import model_and_text
@@ -49,6 +48,5 @@ def trained(workdir: pathlib.Path, unseen: int) -> tuple[pathlib.Path, pathlib.P
     config.train.update(steps=STEPS, eval_every=0)
     launch.say("no checkpoint is given: training one ...")
     result = fit(Experiment.from_dict(config), workdir / "model")
-    if result.stopped is not None:
-        sys.exit(128 + result.stopped)
+    launch.end_if_stopped(result)
     return workdir / "model", text

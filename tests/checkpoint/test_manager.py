@@ -289,7 +289,7 @@ def test_a_failed_write_says_so_and_leaves_the_last_good_checkpoint(tmp_path):
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "x"), "make room, or "),
         (ValueError(f"tensorstore: {os.strerror(errno.EACCES)} [file=x]"), "this user may use"),
         (OSError(errno.EIO, os.strerror(errno.EIO), "x"), "give another path, and "),
-        (ValueError("keys differ"), "There is none; start the same command again"),
+        (ValueError("keys differ"), "No checkpoint is finished yet; start the same command again"),
     ],
 )
 def test_only_a_full_disk_asks_for_room(error, fix, tmp_path, monkeypatch):

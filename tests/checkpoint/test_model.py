@@ -2,6 +2,7 @@ import jax
 import numpy as np
 import pytest
 
+from eejax.checkpoint.language_model import load
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, TOKENIZER, abstract_params, load_run, model_config
 from eejax.common.errors import CheckpointError, DataError
@@ -51,7 +52,7 @@ def test_the_model_comes_back_whole(workdir, values):
 
 def test_the_model_comes_back_on_any_mesh(workdir, values):
     mesh = make_mesh(MeshConfig(data=2, pipe=2, model=2))
-    model = load_run(workdir, mesh=mesh)
+    model = load(workdir, mesh=mesh)
     wanted = abstract_params(CONFIG, mesh)
     for a, b, w in zip(*map(jax.tree.leaves, (model.params, values, wanted)), strict=True):
         np.testing.assert_array_equal(a, b * 6)

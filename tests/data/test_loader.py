@@ -154,20 +154,6 @@ def test_shards_together_are_the_global_batch(data, rampup, masks, seed):
         equal(next(one), whole.batch_at(whole.samples))
 
 
-@settings(max_examples=30)
-@given(LENGTHS, st.sampled_from([(1, 1), (2, 2), (4, 2), (4, 4), (6, 3)]), st.booleans())
-def test_shards_together_are_the_evaluated_batch(lengths, sizes, masks):
-    batch_size, count = sizes
-    data = split([*lengths, 12])
-    whole = list(batches(data, batch_size, 3, document_masks=masks))
-    split_up = [
-        list(batches(data, batch_size, 3, document_masks=masks, shard=(i, count)))
-        for i in range(count)
-    ]
-    for i, batch in enumerate(whole):
-        equal(batch, joined([s[i] for s in split_up]))
-
-
 @settings(max_examples=40)
 @given(LENGTHS, st.lists(st.tuples(st.integers(1, 8), st.integers(0, 5)), max_size=5), RAMPUPS)
 def test_other_batch_sizes_go_on_at_the_very_next_sample(lengths, legs, rampup):
@@ -373,8 +359,6 @@ def test_bad_positions_and_sizes():
         Loader(data, 3, 4).shard(0, 2)
     with pytest.raises(ConfigError, match=r"rampup = \[1, 3\]: .*divisible by the 2 data shards"):
         Loader(data, 4, 4, rampup=(1, 1, 9)).shard(0, 2)
-    with pytest.raises(ConfigError, match="divisible"):
-        list(batches(data, 3, 4, shard=(0, 2)))
     with pytest.raises(ConfigError, match="index = 2"):
         loader.shard(2, 2)
     with pytest.raises(DataError, match="no token to predict"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -121,6 +123,26 @@ def test_gpt2_known_ids(gpt2, tmp_path):
     assert (gpt2.vocab_size, gpt2.eos_id) == (50257, 50256)
     save_tokenizer(gpt2, tmp_path)
     assert load_tokenizer(tmp_path).fingerprint == gpt2.fingerprint
+
+
+def test_a_tokenizer_is_saved_whole_or_not_at_all(tmp_path, bpe, monkeypatch):
+    def full(self, path):
+        pathlib.Path(path).mkdir()
+        (pathlib.Path(path) / "tokenizer.json").write_text("{")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    save_tokenizer(ByteTokenizer(), tmp_path / "old")
+    (tmp_path / "old" / "model.bin").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(type(bpe), "save", full)
+        for name in ("new", "old"):
+            with pytest.raises(OSError, match=f"No space.*{name}"):
+                save_tokenizer(bpe, tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == ["old"]
+    assert load_tokenizer(tmp_path / "old").fingerprint == ByteTokenizer().fingerprint
+    save_tokenizer(bpe, tmp_path / "old")  # into a folder with other files, which stay
+    assert load_tokenizer(tmp_path / "old").fingerprint == bpe.fingerprint
+    assert (tmp_path / "old" / "model.bin").exists()
 
 
 def test_saving_and_loading(tmp_path, bpe):

@@ -16,12 +16,14 @@ from matplotlib.image import imread
 from eejax import data
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.checkpoint.manager import Checkpoints
-from eejax.checkpoint.model import CHECKPOINTS, load_metadata, load_run
+from eejax.checkpoint.model import CHECKPOINTS, TUNING, load_metadata, load_run
 from eejax.checkpoint.overlay import opened, write_overlay
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
+from eejax.train.base import with_base
 from eejax.train.config import Experiment
+from eejax.train.loop import fit
 from eejax.train.pretrained import import_pretrained
 from eejax.train.runs import open_run
 
@@ -201,6 +203,7 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
     (tmp_path / "link").symlink_to(base.resolve())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / CHECKPOINTS).mkdir()
+    (tmp_path / "tuning" / TUNING).mkdir(parents=True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "eejax.json").write_text("{}")
 
@@ -214,6 +217,7 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
         (workdir, workdir, "cannot replace the one it is made of"),
         (workdir, base, "the base is made of the run in that folder"),
         (base, tmp_path / "other", "there is a run in it"),
+        (base, tmp_path / "tuning", "there is a run in it"),
         (base, tmp_path / "model", "there is an exported model in it"),
         (base, workdir, "there is a calibrated run in it"),
     ):
@@ -225,6 +229,25 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
         with pytest.raises(ConfigError, match=f"workdir = '{to}' with base = '{of}': .*{reason}"):
             write_overlay(to, of, model.step, model.config, model.params, model.metadata)
     assert files() == before
+
+
+def test_no_run_takes_the_place_of_a_calibration(routed, tmp_path):
+    workdir, _ = routed
+    base = opened(workdir).base
+    experiment = open_run(base).experiment
+    values = {"train": {"base": str(base)}}
+    (tmp_path / TUNING).mkdir()
+    before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}
+    for begin in (
+        lambda: fit(experiment, workdir),
+        lambda: with_base(values, workdir),
+        lambda: import_pretrained(base, workdir),
+    ):
+        with pytest.raises(ConfigError, match="workdir = .*calibrated run .*would hide the new"):
+            begin()
+    with pytest.raises(CheckpointError, match="holds a run already"):
+        import_pretrained(base, tmp_path)
+    assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
 
 
 def test_overlays_may_lie_on_overlays_but_in_no_circle(routed, tmp_path):
@@ -296,12 +319,12 @@ def test_a_model_without_exits_gets_them_and_a_killed_calibration_goes_on(
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        (["--label=cosine", "--bound=2"], ConfigError, "bound = .*must be cosines"),
-        (["--boundaries=3"], ConfigError, r"boundaries = .*must be in 0..2"),
+        (["--label=cosine", "--bound=2"], ConfigError, "^--bound = .*must be cosines"),
+        (["--boundaries=3"], ConfigError, r"^--boundaries = .*must be in 0..2"),
         (["--boundaries=one"], ConfigError, "--boundaries = 'one'"),
         (["--boundaries=1,1"], ConfigError, r"boundaries = \[1, 1\]: must be in 0..2, each once"),
-        (["--seed=-1"], ConfigError, "seed = -1: must be an integer of at least 0"),
-        (["--width=100000"], ConfigError, "width = 100000: must be at most 8192"),
+        (["--seed=-1"], ConfigError, "^--seed = -1: must be an integer of at least 0"),
+        (["--width=100000"], ConfigError, "^--width = 100000: must be at most 8192"),
         (["--source=absent.txt"], DataError, "--source = 'absent.txt': absent.txt does not exist"),
         (["--label=kl", "--bound=0"], DataError, "no exit has 100 positive tokens"),
     ],

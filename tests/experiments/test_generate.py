@@ -99,6 +99,22 @@ def test_stages_are_where_the_mesh_says(generate, monkeypatch):
     assert sum(stages.partition.layers) == 3
 
 
+def test_a_run_is_read_onto_the_mesh(generate, monkeypatch):
+    seen, make = [], Generator.make
+    monkeypatch.setattr(
+        Generator, "make", lambda params, *a, **k: seen.append(params) or make(params, *a, **k)
+    )
+    generate("--prompt=early exit", "--prompt=def main(", "--mesh.data=2")
+    spread = [len(a.sharding.device_set) for a in jax.tree.leaves(seen[0])]
+    assert set(spread) == {2}
+
+
+def test_a_prompt_file_has_one_reader(generate, tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfearly\r\nexit")  # as Windows writes it
+    result, *_ = generate(f"--prompt_file={tmp_path / 'a.txt'}")
+    assert result["requests"][0]["prompt"] == "early\nexit"
+
+
 def test_auto_says_what_it_found(generate):
     got, out, _ = generate(*EARLY, "--engine=auto", "--max_new_tokens=10")
     assert got["exits_ratio"] is None and got["exits_on"] is True

@@ -14,7 +14,8 @@ import time
 
 import pytest
 
-from eejax.experiments import interrupts
+from eejax.experiments import interrupts, launch
+from eejax.sharding import distributed
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 INTERRUPTED = 128 + signal.SIGINT
@@ -204,3 +205,12 @@ launch.run(main, interrupted="by main")
 
 def test_tests_keep_the_handler_of_their_own():
     assert signal.getsignal(signal.SIGINT) is not interrupts._handle
+
+
+def test_an_error_that_counts_as_another_process_s_end_keeps_its_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(launch, "_joined", lambda: True)
+    monkeypatch.setattr(distributed, "lost", lambda error: "another process has died")
+    monkeypatch.setattr(distributed, "leave", lambda status, alone: None)
+    launch._end(RuntimeError("INTERNAL: the compiler failed"), "unused")
+    *_, cause, last = capsys.readouterr().err.splitlines()
+    assert "the compiler failed" in cause and last == "error: another process has died"

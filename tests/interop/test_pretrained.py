@@ -2,9 +2,11 @@
 
 import dataclasses
 import json
+import signal
 
 import numpy as np
 import pytest
+import small_runs
 
 import eejax
 from eejax.checkpoint.language_model import tokenizer_of
@@ -121,3 +123,11 @@ def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path):
     assert after[0] < before[0] - 0.2 and after[1:] == before[1:] == base
     with pytest.raises(ConfigError, match="exits"):
         model.tune(text, [9], steps=1)
+
+
+def test_a_tuning_that_is_stopped_is_interrupted(small_run, tmp_path, monkeypatch):
+    model = eejax.load(small_run)
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
+    small_runs.stop_at(monkeypatch, 1, signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        model.tune(str(tmp_path / "a.txt"), [0], steps=3, batch_size=2, length=32)

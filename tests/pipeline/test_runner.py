@@ -43,7 +43,7 @@ def built(config, mesh_config, *, layers=EVEN, placement="later", **options):
 
 
 def tabled(pipeline: Pipeline, microbatches: int, name: str = "1f1b", exits: str = "mixed"):
-    p = pipeline.layout.partition
+    p = pipeline.stage_layout.partition
     table = schedule.GENERATORS[name](
         p.stages,
         microbatches,
@@ -57,7 +57,7 @@ def tabled(pipeline: Pipeline, microbatches: int, name: str = "1f1b", exits: str
 
 def check(config, mesh_config, microbatches, *, name="1f1b", exits="mixed", **options):
     pipeline = built(config, mesh_config, **options)
-    layout, mesh = pipeline.layout, pipeline.mesh
+    layout, mesh = pipeline.stage_layout, pipeline.mesh
     value = params.init(config, jax.random.key(1))
     batch = batch_of(config, 2 * mesh_config.data * microbatches)
     weights = jnp.linspace(0.3, 1.0, config.n_exits + 1)
@@ -239,24 +239,6 @@ def test_the_auxiliary_losses_of_stages_are_the_gradient_of_the_whole_loss():
         compare(grads, want_grads)
 
 
-def test_the_loss_differentiates_like_any_loss():
-    pipeline = built(CONFIG, MeshConfig(pipe=2))
-    value = placed(pipeline.layout, params.init(CONFIG, jax.random.key(1)), pipeline.mesh)
-    batch, weights = batch_of(CONFIG, 4), jnp.ones(3)
-    rest = ({}, weights, None, batch, jnp.zeros((), jnp.int32))
-    table = tabled(pipeline, 2)
-    sums = jax.jit(runner.gradients(pipeline, table))(value, *rest)
-
-    def mean(value):
-        total, exits = runner.loss(pipeline, table)(value, *rest)
-        return total / exits.num_tokens.astype(jnp.float32), exits.sums
-
-    (loss, _), grads = jax.jit(jax.value_and_grad(mean, has_aux=True))(value)
-    count = float(sums.exits.num_tokens)
-    np.testing.assert_allclose(loss, sums.total / count, rtol=1e-6)
-    compare(grads, jax.tree.map(lambda g: g / count, sums.grads), 1e-6)
-
-
 def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
     """Over many microbatches a sum in bfloat16 stops growing: each addend would be rounded off."""
     config = CONFIG.replace(dtype="bfloat16")
@@ -268,7 +250,7 @@ def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
 
         def run(batch, n, p=pipeline):
             return jax.jit(runner.gradients(p, tabled(p, n)))(
-                placed(p.layout, value, p.mesh),
+                placed(p.stage_layout, value, p.mesh),
                 {},
                 jnp.ones(3),
                 None,
@@ -288,7 +270,7 @@ def test_evaluation_of_every_exit(layers):
     value = params.init(config, jax.random.key(1))
     batch = batch_of(config, 12)
     got = jax.jit(forward.evaluation(pipeline, 3))(
-        placed(pipeline.layout, value, pipeline.mesh), batch
+        placed(pipeline.stage_layout, value, pipeline.mesh), batch
     )
 
     @jax.jit

@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 from tables import assert_right_values, assert_slots_hold
 
 from eejax.common.errors import ConfigError
+from eejax.models.config import ModelConfig
+from eejax.pipeline.config import PipelineConfig
+from eejax.pipeline.partition import partition
+from eejax.pipeline.plan import plan
 from eejax.pipeline.schedule import (
     BACKWARD,
     EXIT_POLICIES,
     EXITS,
     FORWARD,
+    GENERATORS,
     IDLE,
     Operation,
     Route,
@@ -176,6 +181,16 @@ def test_a_damaged_table_is_refused(edit, message):
     changed(whole, lambda t: None).check()
     with pytest.raises(ValueError, match=message):
         changed(whole, edit).check()
+
+
+def test_no_plan_has_a_damaged_table(monkeypatch):
+    cut = partition(ModelConfig(5, 3, 4, 1, 4), 3)
+    settings = dict(length=4, remat="none")
+    whole = plan(PipelineConfig(), cut, 4, **settings).schedule
+    damaged = changed(whole, lambda t: t[0][0].append(B(7)))
+    monkeypatch.setitem(GENERATORS, "1f1b", lambda *_, **__: damaged)
+    with pytest.raises(ValueError, match="no such microbatch"):
+        plan(PipelineConfig(), cut, 4, **settings)
 
 
 def test_a_value_that_no_link_carries_is_refused():

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import small_runs
 
+from eejax.checkpoint.files import only_user
 from eejax.checkpoint.hf import save_pretrained
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.configs import layerskip
-from eejax.data import ByteTokenizer
+from eejax.data import ByteTokenizer, load_tokenizer, save_tokenizer
 from eejax.losses import multi_exit_loss
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train import base as bases
@@ -339,15 +340,29 @@ def test_another_tokenizer_than_the_base_s_is_refused(text, base, tmp_path):
 @pytest.mark.parametrize("run", [True, False])
 def test_the_tokenizer_of_a_run_is_left_as_it_is(tmp_path, run):
     folder = tmp_path / "tokenizer"
-    inputs.save_tokenizer(ByteTokenizer(), folder)
+    save_tokenizer(ByteTokenizer(), folder)
     (folder / "kept").touch()
     (tmp_path / "checkpoints").mkdir()  # empty after a kill before the first checkpoint
     if run:
         (tmp_path / "checkpoints" / "2").mkdir(parents=True)
     other = ByteTokenizer()
     other.chat = "{{ messages }}"
-    bases._keep(other, folder)
+    bases._keep(other, tmp_path)
     assert (folder / "kept").exists() == run
+
+
+def test_a_run_in_use_keeps_its_chat_template(text, base, tmp_path):
+    save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
+    other = ByteTokenizer()
+    other.chat = "{{ messages }}"
+    save_tokenizer(other, tmp_path / "other")
+    config = configuration(text, base)
+    config.data.tokenizer = str(tmp_path / "other")
+    with only_user(tmp_path), pytest.raises(ConfigError, match="is in use by process"):
+        bases.with_base(config, tmp_path)
+    assert load_tokenizer(tmp_path / "tokenizer").chat is None
+    bases.with_base(config, tmp_path)
+    assert load_tokenizer(tmp_path / "tokenizer").chat == other.chat
 
 
 @pytest.mark.parametrize("run", [True, False])
@@ -355,7 +370,7 @@ def test_facts_count_where_there_is_a_checkpoint(text, base, trained, tmp_path, 
     facts = bases.remembered(trained[0])
     other = facts._replace(config=facts.config.replace(temperature=9.0))
     bases.remember(tmp_path, other)  # of an attempt with what the base was then
-    inputs.save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
+    save_tokenizer(ByteTokenizer(), tmp_path / "tokenizer")
     (tmp_path / "checkpoints" / ("2" if run else "2.orbax-checkpoint-tmp")).mkdir(parents=True)
     found = bases.with_base(configuration(text, base), tmp_path).model
     assert found == (other.config if run else load_run(base).config)
@@ -367,8 +382,8 @@ def test_a_run_resumes_with_the_tokenizer_and_template_it_began_with(text, base,
     (tmp_path / "checkpoints" / "6").mkdir(parents=True)
     mine, other = ByteTokenizer(), ByteTokenizer()
     mine.chat, other.chat = "{{ messages }}", "{{ messages[0] }}"
-    inputs.save_tokenizer(mine, tmp_path / "tokenizer")
-    inputs.save_tokenizer(other, tmp_path / "other")
+    save_tokenizer(mine, tmp_path / "tokenizer")
+    save_tokenizer(other, tmp_path / "other")
     config = configuration(text, base)
     for chosen in ("bytes", str(tmp_path / "tokenizer"), str(tmp_path / "deleted")):
         config.data.tokenizer = chosen
@@ -406,20 +421,6 @@ def test_exits_with_routers_are_not_trained(base, tune):
     values = {"model": model, "tune": tune, "exit_weights": {"weights": [1.0]}}
     with pytest.raises(ConfigError, match="must leave exits with a router as they are"):
         Experiment.from_dict(values | {"train": {"base": str(base)}})
-
-
-def test_runs_of_older_versions_are_read(base, tmp_path):
-    """Their base was in the section that now says what is trained."""
-    from eejax.train.runs import saved_experiment
-
-    values = load_run(base).metadata["experiment"]
-    rest = {k: v for k, v in values["train"].items() if not k.startswith("base")}
-    tune = {"base": "runs/a", "base_step": 3, "exits": [1], "start": "copy"}
-    old = json.loads(json.dumps(values | {"train": rest, "tune": tune}))
-    new = saved_experiment({"experiment": old})
-    assert (new.train.base, new.train.base_step, new.tuned) == ("runs/a", 3, (1,))
-    plain = tune | {"base": None, "base_step": None, "exits": []}
-    assert saved_experiment({"experiment": old | {"tune": plain}}).tuned is None
 
 
 def test_a_part_without_parameters_is_refused():

@@ -8,10 +8,9 @@ import pathlib
 import pytest
 
 from eejax.common.errors import CheckpointError, ConfigError
-from eejax.data import ByteTokenizer
+from eejax.data import ByteTokenizer, save_tokenizer
 from eejax.models.config import ModelConfig
 from eejax.train import base as bases
-from eejax.train import inputs
 from eejax.train.config import SECTIONS, default_config
 
 FACTS = bases.FixedFields(
@@ -22,7 +21,7 @@ FACTS = bases.FixedFields(
 def resumable(workdir, source=None, begun=FACTS):
     """Make `workdir` that of a run with a checkpoint; `source`: of the base that it began with."""
     (workdir / "checkpoints" / "2").mkdir(parents=True)
-    inputs.save_tokenizer(ByteTokenizer(), workdir / "tokenizer")
+    save_tokenizer(ByteTokenizer(), workdir / "tokenizer")
     if source is not None:
         bases.remember(workdir, begun._replace(source=bases._located(source)))
 

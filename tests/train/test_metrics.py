@@ -41,9 +41,10 @@ def test_a_resumed_run_forgets_what_it_will_do_again(tmp_path):
 def test_a_new_run_begins_an_empty_file(tmp_path):
     for _ in range(2):
         writer = MetricsWriter(tmp_path)
+        writer.write(0, {"loss": 2.0})  # of a run with a base
         writer.write(1, {"loss": 1.0})
         writer.close()
-    assert read_metrics(tmp_path) == [{"step": 1, "loss": 1.0}]
+    assert read_metrics(tmp_path) == [{"step": 0, "loss": 2.0}, {"step": 1, "loss": 1.0}]
 
 
 def test_lines_are_json_whatever_the_numbers(tmp_path):

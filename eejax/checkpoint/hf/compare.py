@@ -99,7 +99,7 @@ def require_unambiguous(raw: Raw, rules: list[Rule], why: str) -> None:
 
 def ambiguities(raw: Raw) -> list[str]:
     """Return what a config.json leaves open, and its settings that nothing here reads."""
-    told = [
+    messages = [
         f"ALiBi ({name} = true), whose slopes differ from family to family"
         for name in ALIBI
         if setting(raw, name)
@@ -107,8 +107,8 @@ def ambiguities(raw: Raw) -> list[str]:
     others = [(name, value) for name, value in unread(raw).items() if name not in ALIBI]
     for name, value in others[:MAX_KEYS]:
         about = f" ({words(name)})" if words(name) else ""
-        told.append(f"{name} = {value!r}{about}, which nothing here reads")
-    return told + [f"{len(others) - MAX_KEYS} such settings more"] * (len(others) > MAX_KEYS)
+        messages.append(f"{name} = {value!r}{about}, which nothing here reads")
+    return messages + [f"{len(others) - MAX_KEYS} such settings more"] * (len(others) > MAX_KEYS)
 
 
 def verified(
@@ -169,11 +169,13 @@ def verified(
         except ConfigError:
             continue
         if off <= most:
-            told = f"computes what transformers does over {length} tokens, to {off:.1e}"
+            message = f"computes what transformers does over {length} tokens, to {off:.1e}"
             sure = length > reach or length == config.context_length
             if not sure:
-                told += f", but has a window or a scaling that only more than {reach} tokens tell"
-            return ComparedConfig(model.replace(dtype=config.dtype), sure, f"which {told}")
+                message += (
+                    f", but has a window or a scaling that only more than {reach} tokens tell"
+                )
+            return ComparedConfig(model.replace(dtype=config.dtype), sure, f"which {message}")
         far.append(off)
     suspects = ambiguities(raw)
     cause = f" It has {'; '.join(suspects)}." if suspects else ""

@@ -67,8 +67,8 @@ class Family:
                 "per_layer_config", raw("per_layer_config"), "layers of unlike sizes are not read"
             )
         values = {ours: _size(raw, name, ours, v) for name, (ours, v) in self.sizes.items()}
-        told = "head_dim" in self.sizes or "head_dim" in self.fixed
-        if not told and (given := raw("head_dim", None)) is not None:
+        declared = "head_dim" in self.sizes or "head_dim" in self.fixed
+        if not declared and (given := raw("head_dim", None)) is not None:
             usual = values["d_model"] // values["n_heads"]
             if given != usual:
                 raise raw.refuse("head_dim", given, f"must be {usual} in a {self.model_type}")

@@ -10,7 +10,7 @@ import numpy as np
 
 from eejax.models.config import ModelConfig
 
-Arrays = tuple[np.ndarray, ...]
+TensorParts = tuple[np.ndarray, ...]
 Shapes = tuple[tuple[int, ...], ...]
 
 
@@ -27,8 +27,8 @@ class Rule:
 
     theirs: tuple[str, ...]
     ours: tuple[str, ...]
-    read: Callable[[ModelConfig, Arrays, Shapes], Arrays]
-    write: Callable[[ModelConfig, Arrays], Arrays] | None = None
+    read: Callable[[ModelConfig, TensorParts, Shapes], TensorParts]
+    write: Callable[[ModelConfig, TensorParts], TensorParts] | None = None
 
     @property
     def layered(self) -> bool:

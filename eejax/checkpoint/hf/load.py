@@ -33,7 +33,7 @@ from eejax.sharding.mesh import MeshConfig, make_mesh
 WANTED = ["*.json", "*.safetensors", "*.bin", "*.model"]
 
 
-class Leaf(NamedTuple):
+class LeafSource(NamedTuple):
     """Reader of a leaf: one(i) returns layer i of a stack of `layers`, else one(None) the whole
     leaf."""
 
@@ -175,7 +175,7 @@ def load_pretrained(
         wanted,
         _kept(config, dtype),
     )
-    if side is not None and side.digest is not None:
+    if side is not None:
         if dtype == "float16":  # rounding changes the digest: read the files once more
             found = digest_of(config, shapes, lambda name, at: reads[name].at(at))
         else:
@@ -267,13 +267,13 @@ def _compared(raw: Raw, config: ModelConfig, tree: Tree, family: Family, say):
     if found.sure:
         return found.config, f"{about} is a model {found.comparison}"
     config = found.config
-    told = (
+    message = (
         f"{about} may be one of norm {config.norm!r}, {config.norm_placement!r}, residual "
         f"{config.residual!r}, position {config.position!r}, activation {config.activation!r}: a "
         f"guess, {found.comparison}"
     )
-    warnings.warn(told, stacklevel=3)
-    return config, told
+    warnings.warn(message, stacklevel=3)
+    return config, message
 
 
 def fetched(source: str | os.PathLike) -> pathlib.Path:
@@ -371,11 +371,11 @@ class _Tensors:
         folder.require_whole(spare)
         missing = sorted(wanted - set(self._names))
         if missing or unexpected:
-            told = [f"has no {brief(missing)}"] * bool(missing)
-            told += [f"has {brief(sorted(unexpected))}"] * bool(unexpected)
+            differ = [f"has no {brief(missing)}"] * bool(missing)
+            differ += [f"has {brief(sorted(unexpected))}"] * bool(unexpected)
             raise CheckpointError(
                 f"{folder.path}: is not what its {CONFIG} describes, a {family.model_type} of "
-                f"{config.n_layers} layers: it {', and '.join(told)}."
+                f"{config.n_layers} layers: it {', and '.join(differ)}."
             )
 
     def read(self, names: tuple[str, ...]) -> tuple[np.ndarray, ...]:
@@ -388,7 +388,7 @@ class _Tensors:
         )
 
 
-def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared) -> Leaf:
+def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared) -> LeafSource:
     """Return the reader of a rule's j-th leaf; `declared` has the shapes of all leaves by name."""
     full = [f"layers/{o}" if rule.layered else o for o in rule.ours]
     shapes = tuple(declared[f][1:] if rule.layered else declared[f] for f in full)
@@ -401,10 +401,10 @@ def _reader(config: ModelConfig, rule: Rule, j: int, tensors: _Tensors, declared
         except ValueError as error:
             raise tensors.error(str(error).replace("{i}", str(i))) from error
 
-    return Leaf(one, config.n_layers if rule.layered else None)
+    return LeafSource(one, config.n_layers if rule.layered else None)
 
 
-def _beside(side: sidecar.Sidecar, name: str, shape: tuple[int, ...]) -> Leaf:
+def _beside(side: sidecar.Sidecar, name: str, shape: tuple[int, ...]) -> LeafSource:
     """Return the reader of a leaf in the side file, padded with 0 if the vocabulary has more
     padding."""
 
@@ -414,10 +414,10 @@ def _beside(side: sidecar.Sidecar, name: str, shape: tuple[int, ...]) -> Leaf:
             return a
         return np.pad(a, [(0, n - m) for n, m in zip(shape, a.shape, strict=True)])
 
-    return Leaf(one)
+    return LeafSource(one)
 
 
-def _whole(name: str, reads: Mapping[str, Leaf], path: pathlib.Path) -> Leaf:
+def _whole(name: str, reads: Mapping[str, LeafSource], path: pathlib.Path) -> LeafSource:
     try:
         return reads[name]
     except KeyError:
@@ -426,7 +426,7 @@ def _whole(name: str, reads: Mapping[str, Leaf], path: pathlib.Path) -> Leaf:
         ) from None
 
 
-def _placed(struct: jax.ShapeDtypeStruct, leaf: Leaf, dtype: Any) -> jax.Array:
+def _placed(struct: jax.ShapeDtypeStruct, leaf: LeafSource, dtype: Any) -> jax.Array:
     """Place a leaf, reading each part once for all devices that hold it."""
     held: dict[str, np.ndarray] = {}
 

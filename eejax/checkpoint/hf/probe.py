@@ -29,7 +29,7 @@ from eejax.checkpoint.hf.rope import read_rotary
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.models.config import RotaryConfig
 
-Shapes = Mapping[str, tuple[int, ...]]
+TensorShapes = Mapping[str, tuple[int, ...]]
 
 ALIASES = {
     "vocab_size": ("vocab_size",),
@@ -131,7 +131,7 @@ class Stack(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
 
-def guess(raw: Raw, shapes: Shapes) -> Family:
+def guess(raw: Raw, shapes: TensorShapes) -> Family:
     """Return the family that a folder's tensors seem to belong to, if `refuse` does not refuse
     them.
 
@@ -180,7 +180,7 @@ def _rotary(raw: Raw) -> RotaryConfig:
     )
 
 
-def refuse(raw: Raw, shapes: Shapes) -> None:
+def refuse(raw: Raw, shapes: TensorShapes) -> None:
     """Raise CheckpointError for kinds of models that cannot be represented, by their names."""
     for name in NESTED:
         if raw(name, None):
@@ -220,7 +220,7 @@ def alias(raw: Raw, ours: str) -> str:
     )
 
 
-def stack_of(raw: Raw, shapes: Shapes) -> Stack:
+def stack_of(raw: Raw, shapes: TensorShapes) -> Stack:
     """Return the longest numbered sequence of equal groups of tensors."""
     layers = raw(alias(raw, "n_layers"))
     rows: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
@@ -269,7 +269,7 @@ def parts(raw: Raw, stack: Stack, d: int) -> dict[str, str]:
     return found
 
 
-def ends(raw: Raw, shapes: Shapes, stack: Stack, d: int) -> tuple[dict, list[Rule]]:
+def ends(raw: Raw, shapes: TensorShapes, stack: Stack, d: int) -> tuple[dict, list[Rule]]:
     """Return settings and rules of embedding, positions, final norm and head."""
     outside = {n: tuple(s) for n, s in shapes.items() if not n.startswith(stack.prefix)}
     v = raw("vocab_size")

@@ -60,8 +60,8 @@ def read_rotary(
         sliding = raw.table("rope_parameters.sliding_attention")
         rope = {**raw.table("rope_parameters.full_attention"), **scaling}
         if (kind := _kind(sliding)) != "default":
-            told = "rope_parameters.sliding_attention.rope_type"
-            raise raw.refuse(told, kind, "cannot be represented; must be 'default'")
+            key = "rope_parameters.sliding_attention.rope_type"
+            raise raw.refuse(key, kind, "cannot be represented; must be 'default'")
     kind = _kind(rope)
     if not isinstance(kind, str) or kind not in scalings:
         raise raw.refuse(f"{where}.rope_type", kind, f"must be among {', '.join(scalings)}")

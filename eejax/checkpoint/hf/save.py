@@ -42,7 +42,6 @@ def save_pretrained(
     tokenizer: Tokenizer | None = None,
     generation: Mapping[str, Any] = types.MappingProxyType({}),
     dtype: str = "float32",
-    shard: int = SHARD,
 ) -> str:
     """Write the new folder `path` and return its family.
 
@@ -55,7 +54,6 @@ def save_pretrained(
       generation: contents of generation_config.json, as in `Pretrained`; ids that the tokenizer
         knows are taken from the tokenizer.
       dtype: dtype of the written weights.
-      shard: maximum bytes of a file of weights.
 
     Raises:
       ConfigError: if no family has such a model; it names what none of them could represent.
@@ -77,7 +75,7 @@ def save_pretrained(
         part = _fresh(path)
         (part / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         generations.write(part, generation, ids)
-        _write_weights(part, tensors(base, tree, chosen), dtype, shard)
+        _write_weights(part, tensors(base, tree, chosen), dtype)
         sidecar.write(part, config, tree, dtype)
         if tokenizer is not None:
             save_for_transformers(tokenizer, part, config.context_length)
@@ -110,7 +108,7 @@ def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]
     """Return the family, and config.json's values that it reads as `config`. Raises ConfigError."""
     if name is not None:
         require_one_of("family", name, tuple(sorted(FAMILIES)))
-    told = []
+    messages = []
     for family in [FAMILIES[name]] if name else FAMILIES.values():
         try:
             values = family.write(config)
@@ -120,10 +118,10 @@ def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]
                 return family, values
         except (CheckpointError, ConfigError) as error:
             differ = str(error)
-        told.append(
+        messages.append(
             (max(1, differ.count(" and not ")), f"{family.model_type}: {differ.rstrip('.')}")
         )
-    least = min(told, key=lambda one: one[0])[1]
+    least = min(messages, key=lambda one: one[0])[1]
     raise ConfigError(
         f"no model of {'family ' + name if name else 'any family'} is like this one. Nearest is "
         f"{least}. register_family() makes another known."
@@ -151,7 +149,7 @@ def _leaf(tree: Tree, rule: Rule, ours: str, i: int | None) -> jax.Array:
     return node if i is None else node[i]
 
 
-def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
+def _write_weights(path: pathlib.Path, made, dtype: str) -> None:
     held: dict[str, np.ndarray] = {}
     files: list[list[str]] = []
     total = 0
@@ -167,7 +165,7 @@ def _write_weights(path: pathlib.Path, made, dtype: str, most: int) -> None:
     for name, tensor in made:
         tensor = np.ascontiguousarray(tensor.astype(jnp.dtype(dtype)))
         total += tensor.nbytes
-        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > most:
+        if held and sum(t.nbytes for t in held.values()) + tensor.nbytes > SHARD:
             flush()
         held[name] = tensor
     flush()

@@ -31,29 +31,36 @@ class Sidecar(NamedTuple):
       config: the model's, with its exits.
       shapes: shapes of the leaves in the side file.
       tensors: the side file.
-      digest: digest of the parameters that they belong to, None in old files.
+      digest: digest of the parameters that they belong to; "" where the caller has it.
     """
 
     config: ModelConfig
     shapes: dict[str, tuple[int, ...]]
     tensors: SafeTensors | None
-    digest: str | None = None
+    digest: str = ""
 
     @classmethod
     def of(
         cls,
         path: pathlib.Path,
         config: ModelConfig,
-        digest: str | None = None,
-        content: str | None = None,
+        content: str | None,
+        digest: str = "",
     ) -> Sidecar:
         """Open the side file of a model's folder.
 
-        content: its `file_digest`, if known. Raises CheckpointError for another file.
+        Args:
+          path: the folder.
+          config: as the attribute.
+          content: its `file_digest`; None for a model that has no such file.
+          digest: as the attribute.
+
+        Raises:
+          CheckpointError: for another file.
         """
         shapes = own_shapes(config)
         tensors = SafeTensors(path / WEIGHTS) if shapes else None
-        if tensors and content not in (None, file_digest(path / WEIGHTS)):
+        if tensors and content != file_digest(path / WEIGHTS):
             raise CheckpointError(
                 f"{path / WEIGHTS}: is not the file that {SETTINGS} was written with: another "
                 "model's, or damaged. Put that one back, or make both anew."
@@ -88,8 +95,8 @@ def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
     values = read_json(file)
     for name, kinds, what in (
         ("model", dict, "must be an object {...} of a ModelConfig's fields"),
-        ("digest", str | None, "must be a text, or left out"),
-        (CONTENT, str | None, "must be a text, or left out"),
+        ("digest", str, "must be a text"),
+        (CONTENT, str | None, "must be a text"),
     ):
         if not isinstance(values.get(name), kinds):
             raise CheckpointError(
@@ -106,7 +113,7 @@ def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
             f"{file}: is of another model than config.json: {differ}. Remove it to go without "
             "exits."
         )
-    return Sidecar.of(path, whole, values.get("digest"), values.get(CONTENT))
+    return Sidecar.of(path, whole, values.get(CONTENT), values["digest"])
 
 
 def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from eejax.checkpoint.hf import load_pretrained, save_pretrained
+from eejax.checkpoint.hf import load_pretrained, save, save_pretrained
 from eejax.checkpoint.hf.load import pretrained_config
 from eejax.checkpoint.hf.torch_file import TorchFile
 from eejax.common.errors import CheckpointError, ConfigError
@@ -321,9 +321,10 @@ def test_shards_are_one_model(model):
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(model).params, whole)
 
 
-def test_several_files_are_written(tmp_path):
+def test_several_files_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(save, "SHARD", 700)
     tree = params.init(CONFIG, jax.random.key(0))
-    save_pretrained(tmp_path / "model", CONFIG, tree, shard=700)
+    save_pretrained(tmp_path / "model", CONFIG, tree)
     assert len([*(tmp_path / "model").glob("model-*-of-*.safetensors")]) > 3
     jax.tree.map(np.testing.assert_array_equal, load_pretrained(tmp_path / "model").params, tree)
 
