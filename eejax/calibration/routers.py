@@ -156,7 +156,7 @@ def labels(states: States, options: RouterOptions) -> np.ndarray:
     if options.label == "top1":
         return states.tokens[:-1] == states.tokens[-1]
     n = len(states.cosine)
-    given = LABELS[options.label] if options.bound is None else options.bound
+    given: Any = LABELS[options.label] if options.bound is None else options.bound
     bound = tuple(np.ravel(given).tolist())
     require(len(bound) in (1, n), "bound", bound, f"must be one, or one for each of {n} exits")
     bound = np.broadcast_to(np.array(bound), (n,))[:, None]
