@@ -43,7 +43,7 @@ def model():
     )
 
 
-@pytest.fixture(params=["operations", "kernels"])
+@pytest.fixture
 def for_gpu(request, monkeypatch):
     """Forms for a GPU, with XLA's attention or that of the kernel, by its reference here."""
     traced, own = [], attention.kernel_attention
@@ -69,7 +69,24 @@ def want(model):
     return {name: run(model, name) for name in ("full", "posthoc", "propagate")}
 
 
-@pytest.mark.parametrize("engine", ["full", "recompute", "propagate", "speculative"])
+FORMS = ("operations", "kernels")
+
+
+def with_forms(*engines: str):
+    """Every engine by the kernel's attention, and recompute by XLA's; the others by it are slow."""
+    fast = {("kernels", engine) for engine in engines} | {("operations", "recompute")}
+    return pytest.mark.parametrize(
+        "for_gpu, engine",
+        [
+            pytest.param(form, engine, marks=[] if (form, engine) in fast else pytest.mark.slow)
+            for form in FORMS
+            for engine in engines
+        ],
+        indirect=["for_gpu"],
+    )
+
+
+@with_forms("full", "recompute", "propagate", "speculative")
 def test_tokens_are_those_of_a_cpu(engine, model, want, for_gpu):
     got = run(model, engine)
     if engine == "recompute":
@@ -79,13 +96,14 @@ def test_tokens_are_those_of_a_cpu(engine, model, want, for_gpu):
         np.testing.assert_array_equal(got.tokens, tokens)
 
 
-@pytest.mark.parametrize("engine", ["full", "recompute"])
+@with_forms("full", "recompute")
 def test_one_row_is_multiplied_as_two(engine, model, want, for_gpu):
     got = run(model, engine, PROMPTS[:1])
     tokens = want["full" if engine == "full" else "posthoc"].tokens[:1]
     np.testing.assert_array_equal(got.tokens, tokens)
 
 
+@pytest.mark.parametrize("for_gpu", FORMS, indirect=True)
 def test_slots(model, want, for_gpu):
     short = EarlyExitEngine.make(model, CONFIG, slots=2, context=16)
     assert short.options.chunk == CONFIG.context_length  # of several requests, and at most 512

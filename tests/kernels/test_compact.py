@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_checks import names
+from kernel_checks import small
 
 from eejax.common.errors import ConfigError
 from eejax.kernels.compact.api import compact
@@ -25,7 +25,7 @@ def check(keep: np.ndarray, got) -> None:
 
 
 @pytest.mark.parametrize("which", ["reference", "interpreter"])
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.small], ids=names)
+@small(SPECS)
 def test_rows_are_split_stably(spec, which, interpreted):
     (keep,) = spec.args(1)
     check(np.asarray(keep), spec.run(keep, implementation=which))

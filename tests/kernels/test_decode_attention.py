@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_checks import ROUNDING, names, wide
+from kernel_checks import ROUNDING, small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels import interpreter
@@ -64,7 +64,7 @@ def same_as_exact(got, options, args) -> None:
 
 
 @pytest.mark.parametrize("which", BOTH)
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.small], ids=names)
+@small(SPECS)
 def test_beside_float64(spec, which, interpreted):
     args = spec.args(4)
     run = jax.jit(partial(spec.run, implementation=which))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_checks import ROUNDING, names, wide
+from kernel_checks import ROUNDING, small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels import call
@@ -82,15 +82,12 @@ def assert_near(got: Confidence, y, bound: float) -> None:
     assert (lost == 0).mean() >= 0.9
 
 
-SMALL = [s for s in SPECS if s.small]
-
-
 def drawn(spec, seed: int) -> tuple:
     """Arguments, by a program that is compiled once for each spec."""
     return jax.jit(spec.draw)(jax.random.key(seed))
 
 
-@pytest.mark.parametrize("spec", SMALL, ids=names)
+@small(SPECS)
 def test_kernels_beside_float64(spec, interpreted):
     args = drawn(spec, 1)
     got = jax.jit(partial(spec.run, implementation="interpreter"))(*args)
@@ -99,7 +96,7 @@ def test_kernels_beside_float64(spec, interpreted):
     assert_near(got, y, 4 * ROUNDING[args[0].dtype.name])
 
 
-@pytest.mark.parametrize("spec", SMALL, ids=names)
+@small(SPECS)
 def test_the_reference_beside_float64(spec):
     args = drawn(spec, 2)
     got = jax.jit(partial(spec.run, implementation="reference"))(*args)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_checks import ROUNDING, names, wide
+from kernel_checks import ROUNDING, names, small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels import call
@@ -87,7 +87,7 @@ def assert_exact(spec, args, implementation: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.small], ids=names)
+@small(SPECS)
 def test_kernels_beside_float64(spec, interpreted):
     assert_exact(spec, spec.args(1), "interpreter")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_checks import ROUNDING, names, wide
+from kernel_checks import ROUNDING, small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels.norm_router.api import norm_router
@@ -26,7 +26,7 @@ def exact(options: NormOptions, x, scale, bias, down, up, up_bias, threshold):
     return 1 / (1 + np.exp(-(h / (1 + np.exp(-h)) @ up + up_bias)))
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.small], ids=names)
+@small(SPECS)
 def test_kernels_beside_float64(spec, interpreted):
     args = spec.args(1)
     got = spec.run(*args, implementation="interpreter")
@@ -41,7 +41,7 @@ def test_kernels_beside_float64(spec, interpreted):
     assert (np.asarray(got.leaves) == (np.asarray(got.confidence) >= threshold)).all()
 
 
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.small], ids=names)
+@small(SPECS)
 def test_the_reference_beside_float64(spec):
     args = spec.args(2)
     got = spec.run(*args, implementation="reference")

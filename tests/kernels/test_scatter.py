@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_checks import names, wide
+from kernel_checks import small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels.norms import NormOptions
@@ -32,7 +32,7 @@ def exact(options: NormOptions | None, into, x, place, scale, bias) -> np.ndarra
 
 
 @pytest.mark.parametrize("which", ["reference", "interpreter"])
-@pytest.mark.parametrize("spec", [s for s in SPECS if s.small], ids=names)
+@small(SPECS)
 def test_beside_float64(spec, which, interpreted):
     args = spec.args(4)
     got = spec.run(*args, implementation=which)
