@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -90,7 +91,7 @@ class PipelinedSlotEngine(SlotEngineBase):
         return _insert(state, rows, slots, stages=self.stages)
 
     def _decode(self, state, n) -> tuple[PipelineState, DecodeRecord]:
-        return pipelined.decode(self.weights, state, n=n, **self._static)
+        return pipelined.decode(self.weights, state, np.int32(n), size=n, **self._static)
 
     def _free(self, state, slots) -> PipelineState:
         return _free(state, slots, stages=self.stages)

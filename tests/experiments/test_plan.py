@@ -86,7 +86,7 @@ def test_state_is_what_lies_on_a_device(mesh):
     """Beside parameters that do lie on the fake devices."""
     given = experiment(mesh=mesh)
     pipeline, values = slot_costs.pipelined(given.model, mesh, "dots")
-    assert isinstance(pipeline.layout, StageLayout)
+    assert isinstance(pipeline.stage_layout, StageLayout)
     held = sum(a.addressable_shards[0].data.nbytes for a in jax.tree.leaves(values))
     memory = planner.ExperimentStages.of(given).memory
     assert memory["gradients"] == held
