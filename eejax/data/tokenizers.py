@@ -196,13 +196,15 @@ class JsonTokenizer:
       definition: content of the file.
       eos: name of the special token that ends texts.
       bos: name of the special token that begins texts.
-      vocab_size: number of ids.
-      eos_id: token that ends a text, if there is one.
-      bos_id: token that begins a text, if there is one.
       adds_bos: whether texts begin with `bos`; by default if the file's own template puts it there.
       ends: ids that end a text besides `eos`.
       chat: the source of a chat template.
       special: names as in `Tokenizer`, if there are more than `eos` and `bos`.
+
+    Attributes:
+      vocab_size: number of ids.
+      eos_id: token that ends a text, if there is one.
+      bos_id: token that begins a text, if there is one.
 
     Raises:
       DataError: the definition is not valid, or has no token called `eos` or `bos`.
