@@ -256,12 +256,12 @@ def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
     return pending.replace(input_token=jnp.where(own, input_token[:, None], pending.input_token))
 
 
-def _run_batch(runner, options, state, e, demand, branches, carry, prompts):
-    """Select the rows that run segment e, and run them: (`SegmentBatch`, the changed carry)."""
-    slots = state.token.shape[0]
+def _run_batch(branches: SegmentBranches, options, demand, carry, prompts):
+    """Select the rows that run a segment, and run them: (`SegmentBatch`, the changed carry)."""
+    state, e, slots = branches.state, branches.e, branches.state.token.shape[0]
     # All unfinished requests run it in every step, and a conditional takes time.
     always = slots == 1 and state.pending.input_token.shape[1] == 1
-    if e == 0 and not prompts and (runner.last == 0 or always):
+    if e == 0 and not prompts and (branches.runner.last == 0 or always):
         ready = demand.ready.astype(jnp.int32)
         batch = SegmentBatch(jnp.int32(IN_PLACE), ready, None, jnp.int32(0))
         return batch, branches.in_place(ready, *carry)
@@ -297,8 +297,8 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     above = state.waiting[e] if e < n else top
     branches = SegmentBranches(runner, state, e, below)
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
-    ran = _run_batch(runner, options, state, e, demand, branches, carry, prompts)
-    batch, (pending, above, kvs, block) = ran
+    batch, changed = _run_batch(branches, options, demand, carry, prompts)
+    pending, above, kvs, block = changed
 
     def swap(tree, new):
         return (*tree[:e], new, *tree[e + 1 :])
