@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from exact_attention import exact, same_as_exact
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from kernel_checks import ROUNDING, small, wide
+from kernel_checks import small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels import interpreter
@@ -24,43 +25,6 @@ from eejax.models import attention
 from eejax.models.config import ModelConfig
 
 BOTH = ("reference", "interpreter")
-
-
-def exact(options: AttentionOptions, q, k, v, keys, values, slot, position, _, slopes):
-    """y, keys and values in float64, one row and head after the other."""
-    q, k, v, keys, values = map(wide, (q, k, v, keys, values))
-    n_kv, g = q.shape[1:3]
-    slots = len(keys) // n_kv
-    rows = [
-        (i, s, p) for i, (s, p) in enumerate(zip(slot.tolist(), position.tolist(), strict=True))
-    ]
-    rows = [row for row in rows if 0 <= row[1] < slots]
-    for i, s, p in rows:
-        keys[s * n_kv : (s + 1) * n_kv, p], values[s * n_kv : (s + 1) * n_kv, p] = k[i], v[i]
-    y = np.zeros(q.shape)
-    for i, s, p in rows:
-        low = 0 if options.window is None else max(0, p + 1 - options.window)
-        for head in range(n_kv):
-            own, held = keys[s * n_kv + head, low : p + 1], values[s * n_kv + head, low : p + 1]
-            for query in range(g):
-                scores = own @ q[i, head, query] * options.scale
-                if options.softcap:
-                    scores = options.softcap * np.tanh(scores / options.softcap)
-                if slopes is not None:
-                    scores = scores - float(slopes[head, query]) * (p - np.arange(low, p + 1))
-                weights = np.exp(scores - scores.max())
-                y[i, head, query] = weights @ held / weights.sum()
-    return y, keys, values
-
-
-def same_as_exact(got, options, args) -> None:
-    """Assert that y is as near to float64 as its dtype allows, and that the caches are the same."""
-    want = exact(options, *args)
-    assert [a.dtype for a in got] == [args[0].dtype, args[3].dtype, args[4].dtype]
-    bound = 2 * ROUNDING[args[0].dtype.name] * max(1, np.abs(want[0]).max())
-    assert np.abs(wide(got[0]) - want[0]).max() <= bound
-    for a, b in zip(got[1:], want[1:], strict=True):
-        assert (wide(a) == b).all()
 
 
 @pytest.mark.parametrize("which", BOTH)
