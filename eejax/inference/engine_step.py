@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from eejax.common.arrays import ring_index, take, take_each
 from eejax.inference.options import EngineOptions
 from eejax.inference.schedule import (
     IN_PLACE,
@@ -70,10 +71,10 @@ def commit_tokens(state: EngineState) -> EngineState:
     """
     pending, position, m = state.pending, state.position, state.pending.input_token.shape[1]
     filled, order = state.cache.filled, jnp.arange(m)[None]
-    window = (position[:, None] + order) % m
+    window = ring_index(position[:, None] + order, m)
 
     def by_order(a):
-        return jnp.take_along_axis(a, window, 1)
+        return take_each(a, window)
 
     token, exit_, input_token = (
         by_order(pending.token),
@@ -88,12 +89,12 @@ def commit_tokens(state: EngineState) -> EngineState:
         follows = jnp.pad(right & ~ends[:, :-1], [(0, 0), (1, 0)], constant_values=True)
         emits = jnp.cumprod((emits & follows).astype(jnp.int32), 1).astype(bool)
         accepted = jnp.pad(right, [(0, 0), (0, 1)]) & (by_order(pending.drafted) > 0)
-        back = (jnp.arange(m)[None] - position[:, None]) % m
+        back = ring_index(jnp.arange(m)[None] - ring_index(position, m)[:, None], m)
 
         def put(old, new):
             return jnp.where(
-                jnp.take_along_axis(emits, back, 1),
-                jnp.take_along_axis(new.astype(jnp.int32), back, 1),
+                take_each(emits, back),
+                take_each(new.astype(jnp.int32), back),
                 old,
             )
 
@@ -111,7 +112,7 @@ def commit_tokens(state: EngineState) -> EngineState:
     if state.request.logits_params is not None:
         behind = jnp.where(emits, position[:, None] + 1 + order, prompt.shape[1])
         prompt = prompt.at[jnp.arange(len(n))[:, None], behind].set(token, mode="drop")
-    last = jnp.take_along_axis(token, jnp.maximum(n - 1, 0)[:, None], 1)[:, 0]
+    last = take_each(token, jnp.maximum(n - 1, 0)[:, None])[:, 0]
     token = jnp.where(n > 0, last, state.token)
     position = position + n
     ended = jnp.any(ends & emits, -1)
@@ -159,16 +160,12 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
     """Return the record of the tokens that were emitted since positions `begun` [slots]."""
     m = state.pending.input_token.shape[1]
     order = jnp.arange(m)[:, None]
-    place = (begun[None] + order) % m
+    place = ring_index(begun[:, None] + order.T, m)
 
     def taken(a):
-        return jnp.take_along_axis(a.T, place, 0)
+        return jnp.swapaxes(take_each(a, place), 0, 1)
 
-    top_logprobs = jax.tree.map(
-        lambda a: jnp.take_along_axis(a.swapaxes(0, 1), place[..., None], 0),
-        state.pending.top_logprobs,
-    )
-    own = jax.tree.map(taken, state.pending.replace(top_logprobs=None))
+    own = jax.tree.map(taken, state.pending)
     emits = order < (state.position - begun)[None]
     record = DecodeRecord(
         token=jnp.where(emits, own.token, -1),
@@ -179,7 +176,7 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
         margin=jnp.full_like(own.logprob, jnp.inf),
         drafted=jnp.where(emits, own.drafted, 0),
         accepted=jnp.where(emits, own.accepted, 0),
-        top_logprobs=top_logprobs,
+        top_logprobs=own.top_logprobs,
     )
     return state.replace(layers=jnp.where(emits[0], 0, state.layers)), record
 
@@ -247,10 +244,12 @@ def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
     reads = jnp.where(behind, at_position(pending.token, filled - 1), state.token)
     input_token = jnp.where(can_start, reads, at_position(pending.input_token, filled))
     m = pending.input_token.shape[1]
-    own = jnp.arange(m)[None] == (filled[:, None] % m)  # XLA fuses comparisons, not a scatter
+    own = (
+        jnp.arange(m)[None] == ring_index(filled, m)[:, None]
+    )  # XLA fuses comparisons, not a scatter
     if m > 1:
         guess = can_start & behind & (at_position(pending.exit, filled - 1) < 0)
-        before_own = jnp.arange(m)[None] == ((filled[:, None] - 1) % m)
+        before_own = jnp.arange(m)[None] == ring_index(filled - 1, m)[:, None]
         drafted = jnp.where(before_own & guess[:, None], 1, pending.drafted)
         pending = pending.replace(drafted=drafted)
     return pending.replace(input_token=jnp.where(own, input_token[:, None], pending.input_token))
@@ -356,7 +355,7 @@ def _prefill_chunk(runner, options, state) -> EngineState:
     count, order = select_prefill(jnp, state.progress, state.since, options.prompt_rows)
     width = min(PROMPT_SPAN, options.prompt_rows)
     packed = flatten(count, order, start, options.prompt_rows, width)
-    token = state.prompt[jnp.minimum(packed.slot, len(start) - 1), packed.position]
+    token = take(state.prompt, jnp.minimum(packed.slot, len(start) - 1), packed.position)
     x = runner.embed(token[:, None], packed.position[:, None])
     done = in_prefill & (start + count == state.prompt_len)
     # A request that ran before continues to decode: its next token may leave by any exit.

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import struct
 
+from eejax.common.arrays import take
 from eejax.common.errors import require, require_array
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
@@ -271,16 +272,17 @@ def select_batch(
     # Slots that are not ready come last, however long they have waited.
     order, rank = stable_ranks(xp, xp.where(ready, -xp.minimum(waited, 1 << 29), 1 << 29))
     wanted = xp.where(ready, rows, 0)
-    total_wanted = xp.cumsum(wanted[order])
-    taken = xp.where(total_wanted <= most, wanted[order], 0)
+    wanted_in_order = _pick(xp, wanted, order)
+    total_wanted = xp.cumsum(wanted_in_order)
+    taken = xp.where(total_wanted <= most, wanted_in_order, 0)
     spans = xp.sum(-(-taken // width))
     bucket = xp.sum((np.asarray(buckets) < xp.sum(taken)).astype(np.int32))
     costs = plan.packed[e] + plan.span[e] * spans.astype(np.float32)
     # In place also if the largest bucket does not hold all rows.
-    cheaper = (plan.in_place[e] <= costs[bucket]) | (total_wanted[-1] > most)
+    cheaper = (plan.in_place[e] <= _pick(xp, costs, bucket)) | (total_wanted[-1] > most)
     in_place = (xp.max(wanted) <= 1) & cheaper
     mode = xp.where((n == 0) | delayed, SKIP, xp.where(in_place, IN_PLACE, PACKED + bucket))
-    taken = xp.where(in_place, (ready | demand.can_join).astype(np.int32), taken[rank])
+    taken = xp.where(in_place, (ready | demand.can_join).astype(np.int32), _pick(xp, taken, rank))
     return SegmentBatch(mode, xp.where(mode == SKIP, 0, taken), order, spans)
 
 
@@ -297,8 +299,14 @@ def select_prefill(xp: Any, at: SlotProgress, since: Any, chunk: int) -> tuple[A
     """
     todo = xp.where(at.in_prefill, at.prompt_len - at.filled[:, 0], 0)
     order, rank = stable_ranks(xp, xp.where(at.in_prefill, since, np.iinfo(np.int32).max))
-    excess = xp.maximum(xp.cumsum(todo[order]) - chunk, 0)
-    return xp.maximum(todo[order] - excess, 0)[rank], order
+    todo = _pick(xp, todo, order)
+    excess = xp.maximum(xp.cumsum(todo) - chunk, 0)
+    return _pick(xp, xp.maximum(todo - excess, 0), rank), order
+
+
+def _pick(xp: Any, a: Any, index: Any) -> Any:
+    """Return a[index], for indices from 0 to the end of a."""
+    return a[index] if xp is np else take(a, index)
 
 
 def stable_ranks(xp: Any, keys: Any) -> tuple[Any, Any]:

@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from eejax.common.arrays import ring_index, take
+from eejax.common.trees import Tree
 from eejax.gates.confidence import Memory
 from eejax.inference.logits_params import process_logits
 from eejax.inference.policy import Emission
@@ -41,15 +43,15 @@ def flatten(
       max_rows: maximum `count`; None for no bound (`PackedRows`).
     """
     slots = start.shape[0]
-    count = count[order]
+    count = take(count, order)
     ends = jnp.cumsum(count)
     offsets = ends - count
     row = jnp.arange(size, dtype=jnp.int32)
     i = jnp.minimum(jnp.sum(ends[None] <= row[:, None], -1, dtype=jnp.int32), slots - 1)
     real = row < ends[-1]
-    slot = jnp.where(real, order[i], slots)
-    behind = row - offsets[i]
-    position = jnp.where(real, start[order[i]] + behind, 0)
+    slot = jnp.where(real, take(order, i), slots)
+    behind = row - take(offsets, i)
+    position = jnp.where(real, take(start, take(order, i)) + behind, 0)
     begin, (spans, _) = compact(real & (behind % width == 0))
     first = jnp.where(row < spans, begin, 0)
     return PackedRows(slot, position, first, spans, width, max_rows)
@@ -59,16 +61,33 @@ class ExitRows(NamedTuple):
     """Rows of slots at an exit.
 
     Attributes:
-      slot, position: [r] int32.
+      slot: [r] int32, or None for one row of each slot.
+      position: [r] int32.
       x, h: [r, d], states at the exit and behind its block.
       before: [r, d], states at the exit before.
     """
 
-    slot: jax.Array
+    slot: jax.Array | None
     position: jax.Array
     x: jax.Array
     h: jax.Array
     before: jax.Array
+
+    def of_slots(self, tree: Tree) -> Tree:
+        """Return [r, ...], the entries of the rows' slots in leaves [slots, ...]."""
+        slot = self.slot
+        return tree if slot is None else jax.tree.map(lambda a: take(a, slot), tree)
+
+    def of_places(self, tree: Tree) -> Tree:
+        """Return [r, ...], the entries of the rows in leaves [slots, m, ...] by slot and place."""
+        slot, position = self.slot, self.position
+
+        def read(a):
+            if slot is None:
+                return at_position(a, position)
+            return take(a, slot, ring_index(position, a.shape[1]))
+
+        return jax.tree.map(read, tree)
 
 
 def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
@@ -76,21 +95,21 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
 
     Only rows that are `allowed` [r] and undecided change.
     """
-    pending, slot = state.pending, rows.slot
-    place = rows.position % pending.input_token.shape[1]
-    own = jax.tree.map(lambda a: a[slot, place], pending)
-    request = jax.tree.map(lambda a: a[slot], state.request)
+    pending, request = state.pending, rows.of_slots(state.request)
     logits_params, process = request.logits_params, None
     if e == 0:
-        none = PendingRows.blank(len(slot), logits_params=logits_params is not None)
-        own = varying(none, runner.weights.axes.data).replace(input_token=own.input_token)
+        none = PendingRows.blank(len(rows.x), logits_params=logits_params is not None)
+        input_token = rows.of_places(pending.input_token)
+        own = varying(none, runner.weights.axes.data).replace(input_token=input_token)
+    else:
+        own = rows.of_places(pending)
     if logits_params is not None:
 
         def shaped(y: jax.Array) -> jax.Array:
             return process_logits(
                 y,
                 logits_params,
-                state.prompt[slot],
+                rows.of_slots(state.prompt),
                 request.start,
                 rows.position + 1,
                 request.stop_token_ids,
@@ -102,7 +121,7 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
         drafts = (request.policy.drafts > 0) & ~request.policy.paused
         if logits_params is not None:
             drafts = drafts & ~logits_params.changes
-    allowed = allowed & (rows.position >= state.position[slot]) & (own.exit < 0)
+    allowed = allowed & (rows.position >= rows.of_slots(state.position)) & (own.exit < 0)
     none = jnp.full(own.logprob.shape, jnp.inf)
     emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
     look = runner.exit_input(
@@ -120,23 +139,27 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
         exit=emission.exit,
         top_logprobs=emission.top_logprobs,
     )
-    return _replace_rows(pending, own, slot, place, allowed)
+    return _replace_rows(pending, own, rows, allowed)
 
 
-def _replace_rows(pending: PendingRows, own: PendingRows, slot, place, allowed) -> PendingRows:
-    """Put rows `own` [r], where they are `allowed` [r], at places [r] of slots [r].
+def _replace_rows(pending: PendingRows, own: PendingRows, rows: ExitRows, allowed) -> PendingRows:
+    """Put the entries `own` [r] of rows, where they are `allowed` [r], in their places.
 
     Rows are compared with all places: on a GPU, a scatter for each field would be a kernel each.
     """
     slots, m = pending.input_token.shape
-    row = jnp.arange(len(slot), dtype=jnp.int32)
-    at = jnp.where(allowed, slot * m + place, slots * m)
-    here = at[None] == jnp.arange(slots * m, dtype=jnp.int32)[:, None]
-    # At most one row belongs to a place.
-    found, i = jnp.any(here, 1), jnp.sum(jnp.where(here, row[None], 0), 1)
+    place, i = ring_index(rows.position, m), None
+    if rows.slot is None:
+        found = allowed[:, None] & (place[:, None] == jnp.arange(m)[None])
+    else:
+        row = jnp.arange(len(place), dtype=jnp.int32)
+        at = jnp.where(allowed, rows.slot * m + place, slots * m)
+        here = at[None] == jnp.arange(slots * m, dtype=jnp.int32)[:, None]
+        # At most one row belongs to a place.
+        found, i = jnp.any(here, 1), jnp.sum(jnp.where(here, row[None], 0), 1)
 
     def put(old, new):
-        new = new[i].reshape(old.shape)
+        new = new[:, None] if i is None else take(new, i).reshape(old.shape)
         return jnp.where(found.reshape(slots, m, *[1] * (old.ndim - 2)), new, old)
 
     return jax.tree.map(put, pending, own)
@@ -150,12 +173,12 @@ def run_gates_flat(runner, state, e, packed, allowed, states) -> PendingRows:
     slots, m = state.pending.input_token.shape
     size = len(packed.slot)
     slot = jnp.minimum(packed.slot, slots - 1)
-    seen = (packed.slot < slots) & (packed.position >= state.position[slot])
+    seen = (packed.slot < slots) & (packed.position >= take(state.position, slot))
     if allowed is not None:
-        seen = seen & allowed[slot]
+        seen = seen & take(allowed, slot)
     order, counts = compact(seen)
     i = order[: min(size, slots * m)]
-    rows = ExitRows(slot[i], packed.position[i], *(a[i, 0] for a in states))
+    rows = ExitRows(take(slot, i), take(packed.position, i), *(take(a[:, 0], i) for a in states))
     return run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0])
 
 
@@ -189,7 +212,7 @@ class SegmentBranches:
             before = x = read_ring(self.below, slot, start)
         x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
         above = write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
-        rows = ExitRows(slot, start, x[:, 0], h[:, 0], before[:, 0])
+        rows = ExitRows(None, start, x[:, 0], h[:, 0], before[:, 0])
         state = state.replace(pending=pending)
         return run_gates(self.runner, state, e, rows, count > 0), above, kvs, block
 
@@ -199,7 +222,7 @@ class SegmentBranches:
         start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
         slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
         if e == 0:
-            x = self.runner.embed(pending.input_token[:, position % m], position[None])
+            x = self.runner.embed(pending.input_token[:, ring_index(position, m)], position[None])
             before = jnp.zeros_like(x)
         else:
             before = x = jnp.swapaxes(read_ring(self.below, slot, position), 0, 1)
@@ -208,7 +231,7 @@ class SegmentBranches:
         # Among these rows, pending ones come after those of emitted tokens.
         i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
         real, i = i < count, jnp.minimum(i, size - 1)
-        rows = ExitRows(slot[i], position[i], x[0, i], h[0, i], before[0, i])
+        rows = ExitRows(*(take(a, i) for a in (slot, position, x[0], h[0], before[0])))
         state = state.replace(pending=pending)
         return run_gates(self.runner, state, e, rows, real), above, kvs, block
 
@@ -219,7 +242,9 @@ class SegmentBranches:
         flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, max_rows)
         slot = jnp.minimum(flat.slot, len(state.token) - 1)
         if e == 0:
-            token = pending.input_token[slot, flat.position % pending.input_token.shape[1]]
+            token = take(
+                pending.input_token, slot, ring_index(flat.position, pending.input_token.shape[1])
+            )
             x = self.runner.embed(token[:, None], flat.position[:, None])
             before = jnp.zeros_like(x)
         else:
@@ -233,7 +258,7 @@ class SegmentBranches:
 
 def read_ring(ring: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """Return [t, 1, d], states of slots [t] at positions [t] of a ring [slots, cap, d]."""
-    return ring[slot, position % ring.shape[1]][:, None]
+    return take(ring, slot, ring_index(position, ring.shape[1]))[:, None]
 
 
 def write_ring(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array) -> jax.Array:
@@ -241,4 +266,5 @@ def write_ring(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Arr
     if not ring.shape[1]:
         return ring
     slots, cap, d = ring.shape
-    return scatter(ring.reshape(-1, d), x[:, 0], slot * cap + position % cap).reshape(ring.shape)
+    place = slot * cap + ring_index(position, cap)
+    return scatter(ring.reshape(-1, d), x[:, 0], place).reshape(ring.shape)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from eejax.common.arrays import ring_index, take_each
 from eejax.common.errors import require, require_array
 from eejax.common.lengths import power_of_two
 from eejax.inference.logits_params import LogitsParams, TopLogprobs
@@ -302,12 +303,12 @@ class EngineState(struct.PyTreeNode):
 
 def newest_row(a: jax.Array, row: jax.Array) -> jax.Array:
     """Return [b, d], the row of each request in a [b, w, d] that emits, `row` [b]."""
-    return jnp.take_along_axis(a, row[:, None, None], 1)[:, 0]
+    return take_each(a, row[:, None])[:, 0]
 
 
 def at_position(a: jax.Array, position: jax.Array) -> jax.Array:
     """Return [slots], the entry of a [slots, m] that belongs to positions [slots]."""
-    return jnp.take_along_axis(a, (position % a.shape[1])[:, None], 1)[:, 0]
+    return take_each(a, ring_index(position, a.shape[1])[:, None])[:, 0]
 
 
 def hits_stop_token(request: RequestRows, tokens: jax.Array) -> jax.Array:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from eejax.common.arrays import take
 from eejax.kernels import call
 from eejax.kernels.decode_attention.api import covers, decode_attention
 from eejax.kernels.decode_attention.reference import AttentionOptions
@@ -62,17 +63,18 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
       The cache, [b * k, s, h].
     """
     b, t, k, h = rows.shape
+    put = partial(lax.dynamic_update_slice, allow_negative_indices=False)
     rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)  # [b, k, t, h]
     # On a CPU slice updates stay in place and cost less than a scatter. A GPU starts a kernel for
     # each of them.
     if b <= (1 if call.for_gpu() else UNROLLED_WRITES):
         for i in range(b):
-            cache = lax.dynamic_update_slice(cache, rows[i], (i * k, start[i], 0))
+            cache = put(cache, rows[i], (i * k, start[i], 0))
         return cache
     grouped = cache.reshape(b, k, *cache.shape[1:])
 
     def write(c, r, i):
-        return lax.dynamic_update_slice(c, r, (0, i, 0))
+        return put(c, r, (0, i, 0))
 
     return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
 
@@ -387,12 +389,9 @@ def packed_attention(
     Returns:
       [t, 1, k, g, h], and the cache.
     """
-    by_span = partial(_by_span, slopes=slopes, config=config, packed=packed)
+    attend = _at_once if call.for_gpu() and packed.max_rows is not None else _by_span
     args = q, *sanitize_kv(k, v), mask, distance, *cache
-    if packed.max_rows is None:
-        return by_span(*args)
-    at_once = partial(_at_once, slopes=slopes, config=config, packed=packed)
-    return lax.platform_dependent(*args, cpu=by_span, default=at_once)
+    return attend(*args, slopes=slopes, config=config, packed=packed)
 
 
 def _at_once(
@@ -404,16 +403,18 @@ def _at_once(
     slots = keys.shape[0] // n_kv
     # Rows of a slot lie together: the first of them begins its first span.
     begin = jnp.full((slots,), t, jnp.int32).at[packed.slot].min(jnp.arange(t), mode="drop")
-    start = packed.position[jnp.minimum(begin, t - 1)]
+    start = take(packed.position, jnp.minimum(begin, t - 1))
     start = jnp.where(begin < t, start, keys.shape[1] - max_rows)  # slots without rows: at the end
     row = jnp.minimum(begin[:, None] + jnp.arange(max_rows)[None], t - 1)  # [slots, max_rows]
-    near = None if distance is None else distance[row, 0]
-    k, v = write_rows(keys, k[row, 0], start), write_rows(values, v[row, 0], start)
+    near = None if distance is None else take(distance[:, 0], row)
+    k, v = (write_rows(a, take(new[:, 0], row), start) for a, new in ((keys, k), (values, v)))
     flat_k, flat_v = k.astype(q.dtype), v.astype(q.dtype)
     reach = jnp.max(packed.position) + 1
-    y = cached_attention(q[row, 0], flat_k, flat_v, mask[row, 0], near, slopes, config, reach)
-    behind = packed.position - start[jnp.minimum(packed.slot, slots - 1)]
-    y = y[jnp.minimum(packed.slot, slots - 1), jnp.clip(behind, 0, max_rows - 1)]
+    q, mask = (take(a[:, 0], row) for a in (q, mask))
+    y = cached_attention(q, flat_k, flat_v, mask, near, slopes, config, reach)
+    slot = jnp.minimum(packed.slot, slots - 1)
+    behind = packed.position - take(start, slot)
+    y = take(y, slot, jnp.maximum(behind, 0))
     return y[:, None], (k, v)
 
 
@@ -421,6 +422,8 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
     """Run `packed_attention` on one span after the other."""
     width, n_kv, length = packed.width, k.shape[2], cache[0].shape[1]
     lengths = span_lengths(length)
+    slices = partial(lax.dynamic_slice, allow_negative_indices=False)
+    put = partial(lax.dynamic_update_slice, allow_negative_indices=False)
 
     def rows(a):  # [t + width - 1, ...]: a span may begin with any row
         return jnp.pad(a[:, 0], [(0, width - 1)] + [(0, 0)] * (a.ndim - 2))
@@ -430,28 +433,28 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
 
     def span(i, carry):
         out, *buffers = carry
-        first = packed.first[i]
-        slot, start = packed.slot[first] * n_kv, packed.position[first]
-        cut = partial(lax.dynamic_slice_in_dim, start_index=first, slice_size=width)
+        first = take(packed.first, i)
+        slot, start = take(packed.slot, first) * n_kv, take(packed.position, first)
+
+        def cut(a):
+            return slices(a, (first,) + (0,) * (a.ndim - 1), (width, *a.shape[1:]))
+
         q, k, v, mask = (cut(a) for a in own)
         distance = None if far is None else cut(far)
         buffers = [  # may also write rows of the next slots, which their own spans write again
-            lax.dynamic_update_slice(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
+            put(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
             for c, a in zip(buffers, (k, v), strict=True)
         ]
 
         def first_positions(n, q, mask, distance, *buffers):
-            k, v = (
-                lax.dynamic_slice(c, (slot, 0, 0), (n_kv, n, c.shape[2])).astype(q.dtype)
-                for c in buffers
-            )
+            k, v = (slices(c, (slot, 0, 0), (n_kv, n, c.shape[2])).astype(q.dtype) for c in buffers)
             near = None if distance is None else distance[None, :, :n]
             return _attend(q[None], k, v, mask[None, :, :n], near, slopes, config)[0]
 
         branches = [partial(first_positions, n) for n in lengths]
         which = jnp.minimum(first_bucket(lengths, start + width), len(lengths) - 1)
         y = lax.switch(which, branches, q, mask, distance, *buffers)
-        return lax.dynamic_update_slice_in_dim(out, y, first, 0), *buffers
+        return put(out, y, (first,) + (0,) * (out.ndim - 1)), *buffers
 
     # Rows that belong to no span keep their query values, which nothing reads.
     out, *buffers = lax.fori_loop(0, packed.spans, span, (own[0], *cache))
