@@ -54,7 +54,7 @@ _THRESHOLD = field_flags.define(ExitPolicy.make, ["threshold"], defaults={"thres
 _GATE = field_flags.define(ExitRules, ["gate"])
 _OPTIONS = field_flags.define(
     EngineOptions,
-    ["drafts"],
+    ["cap", "drafts"],
     defaults={"drafts": 4},
     helps={"drafts": "Maximum tokens that a request drafts past an undecided one"},
 )
