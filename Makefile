@@ -5,7 +5,8 @@
 # make test-fast   a core of them, from every room, for the loop while working;
 #                  TESTS=tests/train/test_loop.py adds the tests of what you change
 # make test-slow   soak, fuzz and live-parity tests; those against transformers need make bench-env
-# make test-gpu-aot  what programs compiled for GPUs hold, without a GPU; in an environment of its own
+# make test-gpu-aot  what programs compiled for GPUs hold, without a GPU; in an environment of its own.
+#                  CARD=h100 or CARD=a100 compiles for one of the two
 # make test-stacks the fast tests on Python 3.11, 3.12 and 3.13 with an older and the newest JAX;
 #                  STACKS=newest names some, STACKS=--skip-missing goes without a Python that is not there
 # make lint        ruff: rules and format; basedpyright: types of eejax/ and kernels/
@@ -85,7 +86,7 @@ test-slow: env
 # Environments and tests of each stack are the script's.
 # Their compiler is that of jax 0.11, which needs Python 3.12: without it they are skipped.
 test-gpu-aot:
-	TESTS=tests/kernels/test_gpu_programs.py tests/stacks.sh --skip-missing jax0.11
+	TESTS="tests/kernels/test_gpu_programs.py $(addprefix -k,$(CARD))" tests/stacks.sh --skip-missing jax0.11
 
 test-stacks:
 	JOBS=$(JOBS) tests/stacks.sh $(STACKS)
