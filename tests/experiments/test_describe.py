@@ -1,32 +1,23 @@
-"""`eejax describe`, as a user starts it."""
+"""`eejax describe`, as its command."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
+from endings import ended
 from launchers import functions_of
 
 from eejax.models import params
 from eejax.models.config import ModelConfig
 
 
-def describe(root, *arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "eejax.experiments.describe", *arguments],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env=os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"},
-    )
+def describe(*arguments):
+    return ended("eejax.experiments.describe", *arguments)
 
 
-def test_a_model_too_large_for_this_machine_is_described(repo_root):
-    done = describe(repo_root, "--config=configs/ee_llm_7b.py", "--json")
-    assert done.returncode == 0, done.stderr
-    *lines, last = done.stdout.splitlines()
+def test_a_model_too_large_for_this_machine_is_described():
+    done = describe("--config=ee_llm_7b", "--json")
+    assert done.status == 0, done.err
+    *lines, last = done.out.splitlines()
     names = [line.split("  ")[0] for line in lines]
     assert names[2:8] == ["embedding", "layers", "exit_8", "exit_16", "final", "total"]
     result = json.loads(last)
@@ -43,13 +34,13 @@ def test_a_model_too_large_for_this_machine_is_described(repo_root):
     assert any(line.split() == ["params", "25.892"] for line in lines)  # GiB
 
 
-def test_compiling_adds_what_xla_says(repo_root):
-    done = describe(repo_root, "--config=configs/tiny.py", "--compile", "--json")
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
+def test_compiling_adds_what_xla_says():
+    done = describe("--config=tiny", "--compile", "--json")
+    assert done.status == 0, done.err
+    result = json.loads(done.out.splitlines()[-1])
     xla, sizes = result["compiled"], result["memory"]
     assert xla["aliased"] == sizes["state"] and xla["temporary"] > 0
-    assert "XLA, per device" in done.stdout
+    assert "XLA, per device" in done.out
 
 
 def test_parameters_by_part_are_all_of_them():
@@ -82,8 +73,9 @@ def test_parameters_by_part_are_all_of_them():
     assert sum(got.values()) == 2 * got["total"]
 
 
-def test_what_is_no_experiment_is_one_line(repo_root):
-    done = describe(repo_root, "--config=configs/tune_exits.py")
-    assert done.returncode == 1 and done.stderr.startswith("error: config.model: missing")
-    few = describe(repo_root, "--config=configs/tiny.py", "--config.mesh.data=2", "--compile")
-    assert few.returncode == 1 and "needs 2 devices" in few.stderr and "Traceback" not in few.stderr
+def test_what_is_no_experiment_is_one_line():
+    done = describe("--config=tune_exits")
+    assert done.status == 1 and done.err.startswith("error: config.model: missing")
+    wide = ("--config.mesh.data=32", "--config.train.batch_size=32")  # of 16 devices
+    few = describe("--config=tiny", *wide, "--compile")
+    assert few.status == 1 and "needs 32 devices" in few.err and "Traceback" not in few.err

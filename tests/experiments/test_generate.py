@@ -20,7 +20,7 @@ from eejax.gates.confidence import GATES
 from eejax.inference import EngineOptions, Generator, PipelinedGenerator
 from eejax.train.runs import open_run
 
-SMALL = ("--max_new_tokens=40", "--cap=2", "--json")
+SMALL = ("--max_new_tokens=40", "--cap=1", "--json")
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def expected(small_run):
     ids = model.tokenizer.encode("early exit").tolist()
 
     def ask(engine, **rules):
-        options = EngineOptions(engine, cap=2)
+        options = EngineOptions(engine, cap=1)
         stream = Generator.make(model.params, model.config, options).stream([ids], 40, **rules)
         *_, result = stream
         return {"tokens": result.ids(0), "boundaries": result.boundaries[0].tolist()}
@@ -62,7 +62,7 @@ EARLY = ("--prompt=early exit", "--threshold=0.5,0.3")
         pytest.param("posthoc", (), "posthoc", marks=pytest.mark.slow),
         ("recompute", (), "posthoc"),
         ("pipelined", ("--mesh.pipe=2", "--stage_layers=2,1"), "posthoc"),
-        ("propagate", (), "propagate"),
+        pytest.param("propagate", (), "propagate", marks=pytest.mark.slow),
         ("speculative", ("--drafts=2", "--draft_exit=1"), "full"),
     ],
 )
@@ -129,6 +129,7 @@ def test_auto_says_what_it_found(generate):
     assert re.search(rf"exits were {said}: .*{ratio:.2f} times as fast", out)
 
 
+@pytest.mark.slow  # as `auto`, and `speculative` runs above
 def test_auto_of_drafts(generate, expected):
     got, out, _ = generate("--prompt=early exit", "--engine=auto_speculative")
     assert got["requests"][0]["tokens"] == expected("full")["tokens"]

@@ -12,6 +12,7 @@ import sys
 import time
 
 import pytest
+from endings import ended
 
 from eejax.data import PackedDataset, load_tokenizer, pack, save_tokenizer, source, train_bpe
 from eejax.train import inputs
@@ -33,6 +34,11 @@ def launch(root, *arguments):
         text=True,
         env=os.environ | {"COLUMNS": "100"},
     )
+
+
+def run(root, *arguments):
+    """The command in this process: (exit status, standard output, errors)."""
+    return ended("eejax.experiments.prepare_data", f"--config={root}/configs/tiny.py", *arguments)
 
 
 def finish(process, timeout=600):
@@ -87,7 +93,7 @@ def until(workdir, process, more_than: int) -> None:
 
 def test_a_table_json_and_the_checksum(repo_root, corpus, tmp_path):
     folder, whole = corpus
-    code, out, err = finish(launch(repo_root, *flags(folder, tmp_path), "--workers=2"))
+    code, out, err = run(repo_root, *flags(folder, tmp_path), "--workers=2")
     assert code == 0, err
     (path,) = (tmp_path / "data").iterdir()
     assert files(path) == files(whole.path)
@@ -103,7 +109,7 @@ def test_a_table_json_and_the_checksum(repo_root, corpus, tmp_path):
     taken = inputs.prepare(config, 600, tmp_path, "tokenizer")
     assert taken.path == str(path) and len(list((tmp_path / "data").iterdir())) == 1
 
-    code, out, err = finish(launch(repo_root, *flags(folder, tmp_path), "--verify", "--json"))
+    code, out, err = run(repo_root, *flags(folder, tmp_path), "--verify", "--json")
     assert code == 0 and "the checksum holds" in err, err
     result = json.loads(out)
     assert result["fingerprint"] == whole.fingerprint and result["folder"] == str(path)
@@ -111,7 +117,7 @@ def test_a_table_json_and_the_checksum(repo_root, corpus, tmp_path):
 
     with open(path / "tokens.bin", "r+b") as file:
         file.write(b"\xff")
-    code, out, err = finish(launch(repo_root, *flags(folder, tmp_path), "--verify"))
+    code, out, err = run(repo_root, *flags(folder, tmp_path), "--verify")
     assert code == 1 and out == "" and f"error: {path} is damaged" in err
 
 
@@ -123,7 +129,7 @@ def test_a_table_json_and_the_checksum(repo_root, corpus, tmp_path):
     ],
 )
 def test_mistakes_are_one_clear_line(repo_root, corpus, tmp_path, argument, message):
-    code, _, err = finish(launch(repo_root, *flags(corpus[0], tmp_path), argument))
+    code, _, err = run(repo_root, *flags(corpus[0], tmp_path), argument)
     assert code == 1 and message in err and "Traceback" not in err
 
 
@@ -139,7 +145,7 @@ def test_stopped_politely_it_goes_on(repo_root, corpus, tmp_path):
         assert "stopped: the same command resumes" in err and "Traceback" not in err
         assert committed(tmp_path) > done
         done = committed(tmp_path)
-    code, _, err = finish(launch(repo_root, *flags(folder, tmp_path), "--workers=1"))
+    code, _, err = run(repo_root, *flags(folder, tmp_path), "--workers=1")
     assert code == 0, err
     (path,) = (tmp_path / "data").iterdir()
     assert files(path) == files(whole.path)
@@ -155,7 +161,7 @@ def kill_and_finish(repo_root, corpus, workdir, kills: int, seed: int) -> None:
         time.sleep(draw.uniform(0.0, 0.3))
         process.kill()
         process.communicate()
-    code, _, err = finish(launch(repo_root, *flags(folder, workdir), "--workers=2"))
+    code, _, err = run(repo_root, *flags(folder, workdir), "--workers=2")
     assert code == 0, err
     (path,) = (workdir / "data").iterdir()
     assert files(path) == files(whole.path)

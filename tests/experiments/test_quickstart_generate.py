@@ -8,35 +8,22 @@ import subprocess
 import sys
 
 import pytest
+from endings import ended
 from launchers import call
 from matplotlib.image import imread
 
 from eejax.experiments.launch import MISTAKES
 
-ASKED = ("--max_new_tokens=20", "--cap=4", "--json")
+ASKED = ("--max_new_tokens=20", "--cap=1", "--json")
+SAMPLED = ("--temperature=1", "--top_k=40", "--top_p=0.95", "--min_p=0.01", "--seed=3")
+
+
+def launch(name, *arguments):
+    return ended(f"eejax.experiments.{name}", *arguments)
 
 
 @pytest.fixture(scope="module")
-def launch(repo_root, one_device):
-    """Runs a launcher in a process of its own: (exit status, standard output, errors)."""
-
-    def run(name, *arguments, text=None):
-        process = subprocess.run(
-            [sys.executable, "-m", f"eejax.experiments.{name}", *arguments],
-            cwd=repo_root,
-            capture_output=True,
-            text=True,
-            input=text,
-            timeout=600,
-            env=os.environ | {"XLA_FLAGS": one_device, "COLUMNS": "100"},
-        )
-        return process.returncode, process.stdout, process.stderr
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def quickstart(launch, tmp_path_factory):
+def quickstart(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("quickstart")
     code, out, err = launch("quickstart", "--tiny", "--json", f"--workdir={workdir}")
     assert code == 0, err
@@ -83,7 +70,7 @@ def test_its_summary_is_consistent(quickstart):
         assert 1 <= m["executed_layers"] <= 4 and sum(m["shares"]) == pytest.approx(1)
 
 
-def test_a_second_run_only_measures(launch, quickstart):
+def test_a_second_run_only_measures(quickstart):
     workdir, _ = quickstart
     steps = (workdir / "metrics.jsonl").read_text()
     code, out, err = launch("quickstart", "--tiny", f"--workdir={workdir}")
@@ -110,26 +97,46 @@ def test_engines_agree_where_they_must(generate):
     assert min(results["recompute", 0.3]["boundaries"]) < 4
 
 
-def test_batch_from_file_and_standard_input_with_sampling(generate, launch, quickstart, tmp_path):
+def test_batch_from_file_and_standard_input_with_sampling(generate, tmp_path):
     (tmp_path / "a.txt").write_text("import os\n")
-    sampled = ["--temperature=1", "--top_k=40", "--top_p=0.95", "--min_p=0.01", "--seed=3"]
     requests, out = generate(
         "--prompt=class A:",
         f"--prompt_file={tmp_path / 'a.txt'}",
         "--exits=2",
         "--threshold=0.2",
         "--color=always",
-        *sampled,
+        *SAMPLED,
     )
     assert [r["prompt"] for r in requests] == ["class A:", "import os\n"]
     assert all(set(r["boundaries"]) <= {2, 4} and len(r["tokens"]) == 20 for r in requests)
     assert "\x1b[38;5;" in out
 
-    here, _ = generate(*sampled, text="x = ")
+    typed, _ = generate(*SAMPLED, text="x = ")
+    given, _ = generate(*SAMPLED, "--prompt=x = ")
+    assert [r["tokens"] for r in typed] == [r["tokens"] for r in given]
+    assert typed[0]["prompt"] == given[0]["prompt"] == "x = "
+
+
+@pytest.mark.slow
+def test_processes_of_their_own_do_the_same(generate, quickstart, repo_root, one_device):
+    def start(name, *arguments, text=None):
+        return subprocess.run(
+            [sys.executable, "-m", f"eejax.experiments.{name}", *arguments],
+            cwd=repo_root,
+            capture_output=True,
+            text=True,
+            input=text,
+            timeout=600,
+            env=os.environ | {"XLA_FLAGS": one_device, "COLUMNS": "100"},
+        )
+
     workdir = f"--workdir={quickstart[0]}"
-    code, out, err = launch("generate", workdir, *ASKED, *sampled, text="x = ")
-    assert code == 0, err
-    there = json.loads(out.splitlines()[-1])["requests"]
+    again = start("quickstart", "--tiny", workdir)
+    assert again.returncode == 0 and "resuming after step 30" in again.stderr
+    here, _ = generate(*SAMPLED, text="x = ")
+    done = start("generate", workdir, *ASKED, *SAMPLED, text="x = ")
+    assert done.returncode == 0, done.stderr
+    there = json.loads(done.stdout.splitlines()[-1])["requests"]
     assert [r["tokens"] for r in here] == [r["tokens"] for r in there]
     assert here[0]["prompt"] == there[0]["prompt"] == "x = "
 
@@ -150,6 +157,6 @@ def test_bad_input_is_named(generate, arguments, message):
         generate(*arguments)
 
 
-def test_a_folder_without_a_run(launch, tmp_path):
+def test_a_folder_without_a_run(tmp_path):
     code, _, err = launch("generate", f"--workdir={tmp_path}", "--prompt=x")
     assert code == 1 and "holds no checkpoints" in err and "Traceback" not in err

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
+from endings import ended
 from launchers import functions_of
 
 from eejax.train.metrics import read_metrics
@@ -14,29 +13,21 @@ recipes = functions_of("eejax.experiments.reproduce.recipes")
 
 
 def run(workdir):
-    return subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "eejax.experiments.reproduce.recipes",
-            "--tiny",
-            "--seeds=1",
-            "--steps=6",
-            "--recipes=layer_dropout",
-            f"--workdir={workdir}",
-            "--json",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=600,
+    return ended(
+        "eejax.experiments.reproduce.recipes",
+        "--tiny",
+        "--seeds=1",
+        "--steps=6",
+        "--recipes=layer_dropout",
+        f"--workdir={workdir}",
+        "--json",
     )
 
 
 def test_recipes_are_trained_once_and_compared(tmp_path):
     first, second = run(tmp_path), run(tmp_path)
-    assert first.returncode == 0, first.stderr
-    summary = json.loads(first.stdout.splitlines()[-1])
+    assert first.status == 0, first.err
+    summary = json.loads(first.out.splitlines()[-1])
     assert list(summary["recipes"]) == ["plain", "layer_dropout"]
     assert json.loads((tmp_path / "results.json").read_text()) == summary
     for row in summary["recipes"].values():
@@ -49,7 +40,7 @@ def test_recipes_are_trained_once_and_compared(tmp_path):
     # but layers were dropped and the weights of the two runs differ.
     plain, dropped = (read_metrics(tmp_path / f"{n}_0") for n in ("plain", "layer_dropout"))
     assert plain[-1]["eval/loss/final"] != dropped[-1]["eval/loss/final"]
-    assert json.loads(second.stdout.splitlines()[-1]) == summary, "nothing was trained again"
+    assert json.loads(second.out.splitlines()[-1]) == summary, "nothing was trained again"
 
 
 def test_the_best_recipe_agrees_most_and_is_no_worse_in_the_end():
@@ -65,18 +56,6 @@ def test_the_best_recipe_agrees_most_and_is_no_worse_in_the_end():
 
 
 def test_an_unknown_recipe_is_named(tmp_path):
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            "eejax.experiments.reproduce.recipes",
-            "--recipes=magic",
-            f"--workdir={tmp_path}",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1 and "--recipes = 'magic'" in done.stderr
-    assert done.stderr.count("\n") == 1
+    done = ended("eejax.experiments.reproduce.recipes", "--recipes=magic", f"--workdir={tmp_path}")
+    assert done.status == 1 and "--recipes = 'magic'" in done.err
+    assert done.err.count("\n") == 1

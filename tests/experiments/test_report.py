@@ -2,12 +2,11 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import small_runs
+from endings import ended
 from matplotlib.image import imread
 
 from eejax.train.config import Experiment
@@ -15,16 +14,11 @@ from eejax.train.loop import fit
 from eejax.train.metrics import read_metrics
 
 
-def launch(root, *arguments):
-    command = [sys.executable, "-m", "eejax.experiments.report", *map(str, arguments)]
-    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=300)
-
-
-def report(root, *arguments):
-    done = launch(root, "--json", *arguments)
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr.strip(), "warnings"
-    return json.loads(done.stdout.splitlines()[-1])
+def report(*arguments):
+    done = ended("eejax.experiments.report", "--json", *arguments)
+    assert done.status == 0, done.err
+    assert not done.err.strip(), "warnings"
+    return json.loads(done.out.splitlines()[-1])
 
 
 def tables(path):
@@ -56,9 +50,9 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_a_report_on_real_runs(repo_root, trained, tmp_path):
+def test_a_report_on_real_runs(trained, tmp_path):
     folders = [trained / "one" / "run", trained / "two" / "run"]
-    got = report(repo_root, *folders, f"--out={tmp_path}")
+    got = report(*folders, f"--out={tmp_path}")
     assert [r["name"] for r in got["runs"]] == ["one/run", "two/run"]
     for run, folder in zip(got["runs"], folders, strict=True):
         records = read_metrics(folder)
@@ -114,7 +108,7 @@ def records(exits, steps=40, every=10, extra=False):
     return found
 
 
-def test_runs_in_every_state(repo_root, tmp_path):
+def test_runs_in_every_state(tmp_path):
     """Unfinished, empty, cut off, without metrics, fields or numbers, and twelve of them."""
     none = [{"step": 3, "loss/final": None, "grad_norm": None, "eval/loss/final": None}]
     averaged = {"step": 1, "eval_ema/loss/exit_3": 2.0, "tokens": 0}
@@ -131,7 +125,7 @@ def test_runs_in_every_state(repo_root, tmp_path):
     (tmp_path / "empty" / "metrics.jsonl").unlink()
     out = tmp_path / "new" / "folder"
     out.mkdir(parents=True)
-    got = report(repo_root, *runs, f"--out={out}")
+    got = report(*runs, f"--out={out}")
     names = ["empty", "cut", "full", "not_finite", "_ $x$ | name", "one_step"]
     names += [f"seed_{i}/run" for i in range(6)]
     assert [r["name"] for r in got["runs"]] == names
@@ -156,28 +150,28 @@ def test_runs_in_every_state(repo_root, tmp_path):
     assert len(differ) == 1 + len(names) and '"new | kind"' in sum(differ, [])
 
     # The pictures of a report on other runs do not stay.
-    got = report(repo_root, tmp_path / "empty", f"--out={out}")
+    got = report(tmp_path / "empty", f"--out={out}")
     assert got["pictures"] == [] and [p.name for p in out.iterdir()] == ["report.md"]
 
 
-def test_tokens_between_logged_steps_and_after_the_last(repo_root, tmp_path):
+def test_tokens_between_logged_steps_and_after_the_last(tmp_path):
     """Step 7 was skipped; the evaluation behind the last step that was logged knows of it."""
     lines = [{"step": 4, "tokens_seen": 40}, {"step": 7, "tokens_seen": 60}]
     end = {"step": 12, "eval/loss/final": 1.0, "tokens_seen": 280}
     run = write_run(tmp_path / "a", [*lines, end])
-    got = report(repo_root, run, f"--out={tmp_path / 'out'}")
+    got = report(run, f"--out={tmp_path / 'out'}")
     assert got["runs"][0]["tokens"] == 280
 
 
-def test_a_run_given_twice_is_drawn_once_and_names_are_as_short_as_they_can_be(repo_root, tmp_path):
+def test_a_run_given_twice_is_drawn_once_and_names_are_as_short_as_they_can_be(tmp_path):
     folders = ["a/x/run", "a/y/run", "b/y/run", "b/other"]
     runs = [write_run(tmp_path / f, records(["final"])) for f in folders]
     (tmp_path / "latest").symlink_to(runs[0])
-    got = report(repo_root, *runs, f"{runs[0]}/", tmp_path / "latest", f"--out={tmp_path / 'out'}")
+    got = report(*runs, f"{runs[0]}/", tmp_path / "latest", f"--out={tmp_path / 'out'}")
     assert [r["name"] for r in got["runs"]] == ["x/run", "a/y/run", "b/y/run", "other"]
 
 
-def test_runs_whose_losses_do_not_compare_are_said_to_be(repo_root, tmp_path):
+def test_runs_whose_losses_do_not_compare_are_said_to_be(tmp_path):
     def data(**c):
         return {"data": {"tokenizer": "bytes", "source": "x", "length": 1} | c}
 
@@ -186,21 +180,22 @@ def test_runs_whose_losses_do_not_compare_are_said_to_be(repo_root, tmp_path):
     c = write_run(tmp_path / "c", records(["final"]), data(source="y"))
     said = []
     for other in (b, c):
-        report(repo_root, a, other, f"--out={tmp_path / 'out'}")
+        report(a, other, f"--out={tmp_path / 'out'}")
         text = (tmp_path / "out" / "report.md").read_text()
         said.append(("differ in their tokenizer" in text, "differ in data.source" in text))
     assert said == [(True, False), (False, True)]
 
 
 @pytest.mark.parametrize("what", ["none", "folder", "broken", "list"])
-def test_what_is_no_run_is_named_in_one_line(repo_root, tmp_path, what):
+def test_what_is_no_run_is_named_in_one_line(tmp_path, what):
     good = write_run(tmp_path / "good", [])
     bad = tmp_path / "bad"
     bad.mkdir()
     if what in ("broken", "list"):
         (bad / "config.json").write_text("{" if what == "broken" else "[]")
-    done = launch(repo_root, *([] if what == "none" else [good, bad]), f"--out={tmp_path / 'out'}")
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    given = [] if what == "none" else [good, bad]
+    done = ended("eejax.experiments.report", *given, f"--out={tmp_path / 'out'}")
+    (line,) = [line for line in done.err.splitlines() if line.startswith("error:")]
+    assert done.status == 1 and "Traceback" not in done.err
     assert ("no run given" if what == "none" else str(bad)) in line
     assert not (tmp_path / "out").exists()

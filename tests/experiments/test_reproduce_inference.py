@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 import small_runs
+from endings import ended
 from launchers import functions_of
 from matplotlib.image import imread
 
@@ -26,7 +27,7 @@ from eejax.experiments.reproduce import (
     inference_findings,
     inference_tasks,
 )
-from eejax.inference import Generator
+from eejax.inference import EngineOptions, Generator
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.train.config import Experiment
@@ -188,8 +189,9 @@ def test_it_leaves_what_it_promises(reproduced, workdir):
         (["--workdir=absent"], "absent"),
     ],
 )
-def test_what_cannot_be_is_refused(repo_root, workdir, data, arguments, message):
-    code, _, err = launch(repo_root, data, f"--workdir={workdir}", *arguments)
+def test_what_cannot_be_is_refused(small_run, data, monkeypatch, arguments, message):
+    monkeypatch.setenv("EEJAX_DATA", str(data))
+    code, _, err = ended(inference.__name__, f"--workdir={small_run}", *arguments)
     assert code == 1 and err.startswith("error: ") and message in err
     assert "Traceback" not in err and err.count("\n") == 1
 
@@ -277,7 +279,8 @@ def test_last_words_that_are_completed_are_counted(model):
     for i, (prompt, ids) in enumerate(zip(prompts, written, strict=True)):
         target = ids[: 1 + i % n]
         records.append((prompt, [*target[:-1], 200] if i % 3 == 0 else target))
-    got = inference.completed(model, records, "recompute", threshold)
+    few = EngineOptions("recompute", cap=1)  # row counts to compile
+    got = inference.completed(model, records, few, threshold)
     assert got["score"] == pytest.approx(14 / 21)
     scores = calibration.score(model.params, model.config, inference.word_batches(records))
     number = calibration.emitting_exits(scores, threshold)

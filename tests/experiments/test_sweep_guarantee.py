@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import small_runs
+from endings import ended
 from launchers import call, functions_of
 from matplotlib.image import imread
 
@@ -38,15 +37,8 @@ def workdir(tmp_path_factory):
     return folder / "run"
 
 
-def launch(root, name, *arguments):
-    process = subprocess.run(
-        [sys.executable, "-P", "-m", f"eejax.experiments.{name}", *arguments],
-        cwd=root,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    return process.returncode, process.stdout, process.stderr
+def launch(name, *arguments):
+    return ended(f"eejax.experiments.{name}", *arguments)
 
 
 def refused(name, message, *arguments):
@@ -60,10 +52,8 @@ def last_line(done):
     return json.loads(out.splitlines()[-1])
 
 
-def test_curves_of_every_gate_and_their_times(repo_root, workdir):
-    done = launch(
-        repo_root, "sweep", f"--workdir={workdir}", "--tokens=1000000", "--time", "--json"
-    )
+def test_curves_of_every_gate_and_their_times(workdir):
+    done = launch("sweep", f"--workdir={workdir}", "--tokens=1000000", "--time", "--json")
     result = last_line(done)
     assert imread(workdir / "sweep.png").std() > 0.02 and str(workdir / "sweep.png") in done[1]
     assert list(result["curves"]) == list(GATES[:-1]) and result["exits"] == [1, 2]
@@ -78,7 +68,7 @@ def test_curves_of_every_gate_and_their_times(repo_root, workdir):
         for p in points:
             assert p["time"] == pytest.approx(p["seconds"] / full)
     # Each exit alone is what an evaluation of the run says of it.
-    evaluated = last_line(launch(repo_root, "evaluate", f"--workdir={workdir}"))
+    evaluated = last_line(launch("evaluate", f"--workdir={workdir}"))
     assert evaluated["tokens"] == result["tokens"]
     fixed = result["curves"]["fixed"]
     assert [p["threshold"] for p in fixed] == [[0.0, 1.0], [1.0, 0.0], 1.0]
@@ -94,11 +84,10 @@ def test_curves_of_every_gate_and_their_times(repo_root, workdir):
         assert point["seconds"] == pytest.approx(time)
 
 
-def test_curves_of_chosen_gates_exits_and_thresholds_on_other_text(repo_root, workdir, tmp_path):
+def test_curves_of_chosen_gates_exits_and_thresholds_on_other_text(workdir, tmp_path):
     text = tmp_path / "other.txt"
     text.write_text("early exit token gate " * 40)
     done = launch(
-        repo_root,
         "sweep",
         f"--workdir={workdir}",
         f"--text={text}",
@@ -136,8 +125,8 @@ def test_a_sweep_that_cannot_be_is_refused(workdir, arguments, message):
     refused("sweep", message, f"--workdir={workdir}", *arguments)
 
 
-def test_what_is_refused_is_one_line(repo_root, workdir):
-    code, _, err = launch(repo_root, "sweep", f"--workdir={workdir}", "--gates=trust")
+def test_what_is_refused_is_one_line(workdir):
+    code, _, err = launch("sweep", f"--workdir={workdir}", "--gates=trust")
     assert code == 1 and "Traceback" not in err and err.count("\n") == 1
     assert err.startswith("error: --gates = 'trust': must be one of")
 
@@ -170,10 +159,9 @@ def test_own_thresholds_tell_positions_apart():
     assert sweep.gate_thresholds(scores, "patience", [1]) == [0.0]
 
 
-def test_a_text_of_nothing_to_score_is_refused(repo_root, workdir, tmp_path):
+def test_a_text_of_nothing_to_score_is_refused(workdir, tmp_path):
     (tmp_path / "tiny.txt").write_text("a")
     code, _, err = launch(
-        repo_root,
         "sweep",
         f"--workdir={workdir}",
         f"--text={tmp_path / 'tiny.txt'}",
@@ -232,11 +220,9 @@ def test_prompts_are_rows_cut_to_the_context():
     assert (second["labels"][2:] == -1).all()
 
 
-def test_the_experiment_on_windows_and_on_prompts(repo_root, workdir, tmp_path):
+def test_the_experiment_on_windows_and_on_prompts(workdir, tmp_path):
     common = (f"--workdir={workdir}", "--splits=20", "--delta=0.3", "--json")
-    windows = last_line(
-        launch(repo_root, "reproduce.guarantee", *common, "--units=100", "--pairs=2")
-    )
+    windows = last_line(launch("reproduce.guarantee", *common, "--units=100", "--pairs=2"))
     assert windows["units"] == 96 and windows["splits"] == 20 and windows["kept"]
     (found,) = windows["findings"]
     assert (found["paper"], found["verdict"], found["why"]) == ("CALM", "holds", "")
@@ -246,7 +232,6 @@ def test_the_experiment_on_windows_and_on_prompts(repo_root, workdir, tmp_path):
     rows = [{"id": i, "question": f"gate {i} exit token {'early ' * (i % 4)}"} for i in range(60)]
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     done = launch(
-        repo_root,
         "reproduce.guarantee",
         *common,
         f"--text={prompts}",

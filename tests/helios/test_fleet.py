@@ -99,7 +99,7 @@ def test_whatever_is_wanted_nobody_is_lost_and_the_budget_holds(model, room, see
     """Models and depths at random, with more slots where less is loaded: at no step, nor while an
     answer is looked at again, is there more on the device than may be, and every text is what one
     model by itself says."""
-    config, rng, slots = model.config, np.random.default_rng(seed), (4, 3, 2)
+    config, rng, slots = model.config, np.random.default_rng(seed), (3, 2, 1)
     options = dataclasses.replace(OPTIONS, can_deepen=True).resolved(config, slots[0])
     sizes = [capacity.weight_bytes(config, d) for d in (1, 2, 3)]
     whole = [capacity.engine_bytes(config, options, d, 96, slots[d - 1]) for d in (1, 2, 3)]
@@ -273,7 +273,7 @@ def test_a_sampled_or_shaped_answer_is_not_audited(model):
     )
     options = dataclasses.replace(OPTIONS, logits_params=True)
     member = FleetMember(model.params, model.config, {}, options)
-    fleet = Fleet({"m": member}, controller, slots=3, context=96, audits=1.0)
+    fleet = Fleet({"m": member}, controller, slots=1, context=96, audits=1.0)
     for i in range(9):
         text = model.tokenizer.encode(f"def f{i}").tolist()
         add(fleet, text, NEW, sampling=SamplingParams.make(1, 1.5, seed=i))

@@ -32,8 +32,8 @@ class Told(Payoff):
         return self.said
 
 
-def made(subset, exits: float, drafts: int = 0) -> AutoGenerator:
-    p, config = subset((1, 3))
+def made(subset, exits: float, drafts: int = 0, layout=(1, 3)) -> AutoGenerator:
+    p, config = subset(layout)
     clock = Clock(exits)
     options = EngineOptions("recompute", cap=4, buckets=(4,), drafts=drafts)
     generator = Generator.make(p, config, options)
@@ -82,7 +82,7 @@ def test_another_engine_is_refused(subset):
 
 def test_drafts_of_recompute_are_measured(subset, prompts):
     """Where no exit can fire, drafts still make a difference."""
-    auto = made(subset, 2.0, drafts=2)
+    auto = made(subset, 2.0, drafts=2, layout=(1,))
     auto.generate(prompts(3, [9]), 50, chunk=4, threshold=1.0)
     assert auto.payoff.ratio is not None
 

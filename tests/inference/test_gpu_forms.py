@@ -32,6 +32,7 @@ CONFIG = ModelConfig(
 NEW = 8
 PROMPTS = [np.random.default_rng(i).integers(0, 61, n).tolist() for i, n in enumerate((3, 9, 5))]
 BUCKETS = (1, 16)  # one row, which is multiplied as two, and all that may wait
+NEVER = dict(threshold=1.0)
 RULES = dict(gate="max_probability", threshold=[0.3, 0.2])
 
 
@@ -44,7 +45,7 @@ def model():
 
 
 @pytest.fixture
-def for_gpu(request, monkeypatch):
+def for_gpu(request, monkeypatch, want):
     """Forms for a GPU, with XLA's attention or that of the kernel, by its reference here."""
     traced, own = [], attention.kernel_attention
     monkeypatch.setattr(
@@ -58,23 +59,28 @@ def for_gpu(request, monkeypatch):
     assert bool(traced) == (request.param == "kernels")
 
 
-def run(model, engine: str, prompts=PROMPTS):
-    own = dict(threshold=1.0) if engine in ("full", "speculative") else RULES
-    options = EngineOptions(engine, buckets=BUCKETS[-1:])
+def run(model, engine: str, prompts=PROMPTS, **rules):
+    own = NEVER if engine in ("full", "speculative") else RULES | rules
+    options = EngineOptions(engine, cap=4, buckets=BUCKETS[-1:])
     return Generator.make(model, CONFIG, options).generate(prompts, NEW, **own)
 
 
 @pytest.fixture(scope="module")
 def want(model):
-    return {name: run(model, name) for name in ("full", "posthoc", "propagate")}
+    """What the oracle says where exits fire, and where none does: the full model's text."""
+    return {name: run(model, "posthoc", **own) for name, own in (("posthoc", {}), ("full", NEVER))}
+
+
+@pytest.fixture(scope="module")
+def propagated(model):
+    return run(model, "propagate")
 
 
 FORMS = ("operations", "kernels")
 
 
-def with_forms(*engines: str):
-    """Every engine by the kernel's attention, and recompute by XLA's; the others by it are slow."""
-    fast = {("kernels", engine) for engine in engines} | {("operations", "recompute")}
+def with_forms(*fast: tuple[str, str], engines: tuple[str, ...]):
+    """Every engine by XLA's attention and by the kernel's, of which some are fast."""
     return pytest.mark.parametrize(
         "for_gpu, engine",
         [
@@ -86,28 +92,40 @@ def with_forms(*engines: str):
     )
 
 
-@with_forms("full", "recompute", "propagate", "speculative")
+# Of recompute by the kernel's attention, the tests below have one row and slots.
+@with_forms(
+    ("kernels", "full"),
+    ("operations", "recompute"),
+    engines=("full", "recompute", "speculative"),
+)
 def test_tokens_are_those_of_a_cpu(engine, model, want, for_gpu):
     got = run(model, engine)
     if engine == "recompute":
         assert assert_same(want["posthoc"], got) <= 1
     else:
-        tokens = want.get(engine, want["full"]).tokens
-        np.testing.assert_array_equal(got.tokens, tokens)
+        np.testing.assert_array_equal(got.tokens, want["full"].tokens)
 
 
-@with_forms("full", "recompute")
+@pytest.mark.slow
+@pytest.mark.parametrize("for_gpu", FORMS, indirect=True)
+def test_tokens_of_propagate_are_those_of_a_cpu(model, propagated, for_gpu):
+    np.testing.assert_array_equal(run(model, "propagate").tokens, propagated.tokens)
+
+
+@with_forms(("kernels", "recompute"), engines=("full", "recompute"))
 def test_one_row_is_multiplied_as_two(engine, model, want, for_gpu):
     got = run(model, engine, PROMPTS[:1])
     tokens = want["full" if engine == "full" else "posthoc"].tokens[:1]
     np.testing.assert_array_equal(got.tokens, tokens)
 
 
-@pytest.mark.parametrize("for_gpu", FORMS, indirect=True)
+@pytest.mark.parametrize(
+    "for_gpu", ["kernels", pytest.param("operations", marks=pytest.mark.slow)], indirect=True
+)
 def test_slots(model, want, for_gpu):
     short = EarlyExitEngine.make(model, CONFIG, slots=2, context=16)
     assert short.options.chunk == CONFIG.context_length  # of several requests, and at most 512
-    engine = EarlyExitEngine.make(model, CONFIG, EngineOptions(buckets=BUCKETS), slots=2)
+    engine = EarlyExitEngine.make(model, CONFIG, EngineOptions(cap=4, buckets=BUCKETS), slots=2)
     scheduler = Scheduler(engine)
     policy = ExitPolicy.make(CONFIG, 1, [RULES["threshold"]], gate=RULES["gate"])
     numbers = [add(scheduler, prompt, NEW, policy=policy) for prompt in PROMPTS]

@@ -20,10 +20,17 @@ def model(subset):
     return subset((1, 2, 3))
 
 
-@pytest.mark.parametrize("slots", [pytest.param(3, marks=pytest.mark.slow), (5, 4, 3, 2)])
-def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
+@pytest.mark.parametrize(
+    "layout, slots",
+    [
+        ((1, 2), (4, 4, 2)),
+        *(pytest.param((1, 2, 3), n, marks=pytest.mark.slow) for n in (3, (5, 4, 3, 2))),
+    ],
+)
+def test_nobody_is_lost_while_it_grows_and_shrinks(subset, prompts, layout, slots):
     """All tokens leave by the first exit, so that they are the same at any depth."""
-    p, config = model
+    p, config = subset(layout)
+    whole = len(layout) + 1
     texts = [prompts(i, [4 + 3 * i])[0] for i in range(12)]
     want = Generator.make(p, config, "posthoc").generate(
         texts, NEW, threshold=0.0, prefill_exit=True
@@ -45,7 +52,7 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
             left.pop(0)
             found[number] = []
         if turn in (6, 12, 20):
-            part.grow(2 if turn == 6 else 4)
+            part.grow(2 if turn == 6 else whole)
             assert part.depth < part.target_segments
         if turn == 15:
             running = part.scheduler.running
@@ -69,9 +76,9 @@ def test_nobody_is_lost_while_it_grows_and_shrinks(model, prompts, slots):
         sizes.setdefault(part.depth, part.weight_bytes)
         if not left and part.scheduler.idle:
             break
-    assert [d for i, d in enumerate(depths) if not i or d != depths[i - 1]] == [1, 2, 4, 1]
-    assert sizes[1] < sizes[2] < sizes[4] and part.weight_bytes == sizes[1]
-    assert most == {d: part.slots[d - 1] for d in (1, 2, 4)}
+    assert [d for i, d in enumerate(depths) if not i or d != depths[i - 1]] == [1, 2, whole, 1]
+    assert sizes[1] < sizes[2] < sizes[whole] and part.weight_bytes == sizes[1]
+    assert most == {d: part.slots[d - 1] for d in (1, 2, whole)}
     assert set(ends.values()) == {"length"} and len(ends) == len(texts)
     for i, text in enumerate(found.values()):
         # Where two logits are as good as equal, any may come first.

@@ -31,7 +31,7 @@ def test_rows_are_split_stably(spec, which, interpreted):
     check(np.asarray(keep), spec.run(keep, implementation=which))
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(st.lists(st.booleans(), min_size=1, max_size=70))
 def test_any_rows(interpreted, flags):
     keep = np.array(flags)

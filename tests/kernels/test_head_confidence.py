@@ -105,7 +105,13 @@ def test_the_reference_beside_float64(spec):
 
 
 @pytest.mark.parametrize(
-    "norm, dtype", [(RMS, "bfloat16"), (LAYER, "bfloat16"), (LAYER, "float16"), (ONE, "float16")]
+    "norm, dtype",
+    [
+        (RMS, "bfloat16"),
+        (LAYER, "float16"),
+        pytest.param(LAYER, "bfloat16", marks=pytest.mark.slow),
+        pytest.param(ONE, "float16", marks=pytest.mark.slow),
+    ],
 )
 def test_states_are_rounded_as_the_reference_rounds_them(norm, dtype, interpreted):
     options = HeadConfidenceOptions(300, norm)
@@ -134,7 +140,7 @@ def arguments(n=6, d=96, rows=200, options=None, bias=True, head_bias=True, dtyp
     return jax.jit(lambda key: draw(key, *own))(jax.random.key(3))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_programs_of_several_tiles(dtype, interpreted, monkeypatch):
     from eejax.kernels.head_confidence import triton
 
@@ -154,8 +160,14 @@ def logits_as_arguments(y):
     return jnp.eye(len(y), d), None, None, jnp.pad(y, ((0, d - len(y)), (0, 0))).T, None
 
 
-@pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("programs", [216, 2])
+@pytest.mark.parametrize(
+    "which, programs",
+    [
+        ("reference", 216),
+        ("interpreter", 2),
+        pytest.param("interpreter", 216, marks=pytest.mark.slow),
+    ],
+)
 def test_the_first_of_equals_is_taken(which, programs, interpreted, monkeypatch):
     from eejax.kernels.head_confidence import triton
 
@@ -221,10 +233,10 @@ def test_large_logits_and_those_of_minus_infinity(which, interpreted):
 
 @unremarked
 @pytest.mark.parametrize("which", WHICH)
-@pytest.mark.parametrize("norm", [None, RMS])
+@pytest.mark.parametrize("norm", [RMS, pytest.param(None, marks=pytest.mark.slow)])
 def test_what_is_nan_stays(which, norm, interpreted):
     options = HeadConfidenceOptions(190, norm, softcap=10.0)
-    args = arguments(options=options, bias=norm is not None)
+    args = arguments(d=32, options=options, bias=norm is not None)
     x, *rest = args
     x = x.at[2, 5].set(jnp.nan).at[4].set(jnp.inf)
     got = head_confidence(x, *rest, options=options, implementation=which)
@@ -277,7 +289,7 @@ def test_gradients_are_the_references(interpreted):
 
 def test_under_jit_vmap_and_scan(interpreted):
     options = HeadConfidenceOptions(100, RMS)
-    x, *rest = arguments(n=12, rows=100, options=options)
+    x, *rest = arguments(n=12, d=32, rows=100, options=options)
 
     def run(x, *w):
         return head_confidence(x, *w, options=options, implementation="interpreter")
@@ -308,7 +320,7 @@ def test_under_jit_vmap_and_scan(interpreted):
 def test_a_vocabulary_over_shards(which, interpreted):
     # The last shard holds padding alone, the one before it some.
     options = HeadConfidenceOptions(170, LAYER, softcap=20.0)
-    x, scale, bias, table, head_bias = arguments(n=8, rows=240, options=options)
+    x, scale, bias, table, head_bias = arguments(n=8, d=32, rows=240, options=options)
     table = table.at[100].set(table[33])  # equals of different shards
     head_bias = head_bias.at[100].set(90.0).at[33].set(90.0)
     x = x.at[5, 0].set(jnp.nan)
@@ -339,7 +351,7 @@ def test_a_vocabulary_over_shards(which, interpreted):
 
 def test_gradients_of_a_vocabulary_over_shards(interpreted):
     options = HeadConfidenceOptions(170, RMS)
-    args = arguments(n=8, rows=240, options=options)
+    args = arguments(n=8, d=32, rows=240, options=options)
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
     specs = (P("data"), P(), P(), P("model"), P("model"))
 

@@ -49,7 +49,9 @@ print((near == x.astype(ml_dtypes.bfloat16)).all())
 """
 
 
-@pytest.mark.parametrize("how, right", [("mended", True), ("as it is", False)])
+@pytest.mark.parametrize(
+    "how, right", [("mended", True), pytest.param("as it is", False, marks=pytest.mark.slow)]
+)
 def test_bfloat16_is_right_where_it_is_mended_alone(how, right, interpreted, tmp_path):
     """A canary: where Triton has put this right, `interpreter.patch` is to go."""
     file = tmp_path / "kernels.py"
@@ -81,7 +83,7 @@ assert out.tolist() == [4 + 7 + 4 + 5 + 6 + 7 + 8]
 """
 
 
-@pytest.mark.parametrize("how", ["mended", "as it is"])
+@pytest.mark.parametrize("how", ["mended", pytest.param("as it is", marks=pytest.mark.slow)])
 def test_loops_with_bounds_known_at_run_time_have_to_be_mended(how, interpreted, tmp_path):
     """A canary: where no Triton is used that refuses numpy's arrays as bounds, the patch is to go.
 

@@ -129,7 +129,13 @@ def gradients_of(cost, args):
     return jax.jit(jax.grad(cost, tuple(i for i in (0, 1, 2, 4) if args[i] is not None)))(*args)
 
 
-@pytest.mark.parametrize("options", [{}, EVERYTHING], ids=["plain", "everything"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param(EVERYTHING, id="everything"),
+    ],
+)
 def test_beside_autodiff_of_the_logits(options, interpreted, chunks_of_eight):
     args, options = arguments(**options)
 
@@ -237,7 +243,9 @@ def test_no_token_counts(interpreted):
             assert np.any(gradients.weights) == (by is not weights)
 
 
-@pytest.mark.parametrize("label", [-2, 296, 299, 2**31 - 1])
+@pytest.mark.parametrize(
+    "label", [-2, 296, *(pytest.param(n, marks=pytest.mark.slow) for n in (299, 2**31 - 1))]
+)
 def test_a_label_that_is_no_token_makes_nan(label, interpreted):
     (h, table, bias, labels, weights), options = arguments()
     labels = labels.at[3].set(label)
@@ -272,7 +280,7 @@ def test_nan_states_stay(interpreted):
     assert np.isnan(got.cost)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("dtype", ["float16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_huge_logits_do_not_overflow(dtype, interpreted):
     (h, table, bias, labels, weights), options = arguments(dtype=dtype, z_loss=1e-4)
     args = h * 60, table * 60, bias, labels, weights  # a deviation of 1e4
@@ -340,7 +348,14 @@ def test_runs_are_equal_to_the_bit_and_under_vmap_and_scan(interpreted):
     assert_near([a[0] for a in each], want[2:4], [1e-6] * 2)
 
 
-@pytest.mark.parametrize("which, data", [("interpreter", 1), ("interpreter", 2), ("reference", 2)])
+@pytest.mark.parametrize(
+    "which, data",
+    [
+        ("interpreter", 2),
+        ("reference", 2),
+        pytest.param("interpreter", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_over_shards_of_vocabulary_and_tokens(which, data, interpreted, monkeypatch):
     monkeypatch.setattr(api, "FEW", 8)
     # The last of four shards has no token, the one before it 30 of them.

@@ -26,7 +26,8 @@ def exact(options: NormOptions, x, scale, bias, down, up, up_bias, threshold):
     return 1 / (1 + np.exp(-(h / (1 + np.exp(-h)) @ up + up_bias)))
 
 
-@small(SPECS)
+# The others have all that this has but its many tiles, each of which takes the interpreter long.
+@small(SPECS, late="64x512x64")
 def test_kernels_beside_float64(spec, interpreted):
     args = spec.args(1)
     got = spec.run(*args, implementation="interpreter")
@@ -54,7 +55,7 @@ def arguments(n=6, d=96, r=32, dtype="float32", bias=True):
     return draw(jax.random.key(3), n=n, d=d, r=r, norm=RMS, bias=bias, dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+@pytest.mark.parametrize("kind", ["layernorm", pytest.param("rmsnorm", marks=pytest.mark.slow)])
 def test_large_means_and_outliers_cost_no_precision(kind, interpreted):
     x, *rest = arguments(n=20, d=384)
     x = x + 300.0

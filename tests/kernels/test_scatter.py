@@ -59,7 +59,7 @@ def test_what_was_there_is_not_written_over(interpreted):
     assert (np.asarray(into) == before).all()
 
 
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_gradients_are_the_references(bias, interpreted):
     into, x, place, scale, b = draw(jax.random.key(2), 7, 5, 32, RMS, bias, "float32")
     weight = jax.random.normal(jax.random.key(3), into.shape)

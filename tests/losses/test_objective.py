@@ -92,7 +92,7 @@ def test_cost_and_gradients_are_the_formulas(name, softcap, temperature, padding
     check_case(case(3, padding=padding), options, objective)
 
 
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(
     st.integers(0, 10**6),
     st.sampled_from([1, 23, 40]),
@@ -224,7 +224,7 @@ def test_the_multi_exit_loss_distils_from_its_final_exit_and_leaves_that_alone()
     np.testing.assert_allclose(sums.sums, plain.sums, rtol=1e-6)  # cross entropy is reported
 
 
-@pytest.mark.parametrize("which", [(0,), (0, 1)])
+@pytest.mark.parametrize("which", [pytest.param((0,), marks=pytest.mark.slow), (0, 1)])
 def test_a_final_exit_that_has_no_loss_teaches_all_the_same(which):
     """As if it had the weight 0."""
     p, tokens, labels = model_case()
@@ -247,23 +247,25 @@ def test_a_final_exit_that_has_no_loss_teaches_all_the_same(which):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * max(np.abs(b).max(), 1e-3))
 
 
-def test_an_exit_with_no_weight_is_left_out():
+@pytest.mark.parametrize(
+    "objective", [pytest.param(LossObjective(), marks=pytest.mark.slow), EVERYTHING]
+)
+def test_an_exit_with_no_weight_is_left_out(objective):
     p, tokens, labels = model_case()
     weights = jnp.asarray([0.0, 0.5, 1.0])
 
-    def run(sparse, objective):
+    def run(sparse):
         def loss(p, w):
             return multi_exit_loss(p, CONFIG, tokens, labels, w, sparse=sparse, objective=objective)
 
         return jax.jit(jax.value_and_grad(loss, has_aux=True))(p, weights)
 
-    for objective in (LossObjective(), EVERYTHING):
-        ((a, sums), got), ((b, full), want) = run(True, objective), run(False, objective)
-        np.testing.assert_allclose(a, b, rtol=1e-6)
-        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * max(1e-3, np.abs(y).max()))
-        assert sums.sums[0] == 0 and full.sums[0] > 0
-        np.testing.assert_allclose(sums.sums[1:], full.sums[1:], rtol=1e-6)
+    ((a, sums), got), ((b, full), want) = run(True), run(False)
+    np.testing.assert_allclose(a, b, rtol=1e-6)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(x, y, rtol=0, atol=1e-6 * max(1e-3, np.abs(y).max()))
+    assert sums.sums[0] == 0 and full.sums[0] > 0
+    np.testing.assert_allclose(sums.sums[1:], full.sums[1:], rtol=1e-6)
 
 
 def test_probes_measure_what_each_exit_sends_into_the_trunk():

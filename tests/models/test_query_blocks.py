@@ -24,7 +24,11 @@ CASES = {
     "documents_window": dict(n_kv_heads=2, sliding_window=20, position="alibi"),
 }
 # Two blocks, three uneven ones, four.
-LENGTHS = [128, 200, pytest.param(256, marks=pytest.mark.slow)]
+LENGTHS = [
+    pytest.param(128, marks=pytest.mark.slow),
+    200,
+    pytest.param(256, marks=pytest.mark.slow),
+]
 
 
 def setup(case, t, dtype="float32"):

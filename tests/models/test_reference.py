@@ -36,7 +36,7 @@ def all_logits(p, config, tokens, **kwargs):
 
 
 @given(configs(), st.integers(0, 2**30))
-@settings(max_examples=30)
+@settings(max_examples=12)
 def test_every_exit_equals_float64(config, seed):
     rng = np.random.default_rng(seed)
     p = noisy(config, seed % 1000)

@@ -47,8 +47,8 @@ def filled(
     return layout, mesh, jax.jit(runner.gradients(pipeline, schedule, factors)), factors
 
 
-FILLED = [(4, "own"), (8, "tied")]
-FILLED += [pytest.param(*case, marks=pytest.mark.slow) for case in ((4, "tied"), (8, "own"))]
+MORE = (4, "tied"), (8, "own"), (8, "tied")
+FILLED = [(4, "own"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE)]
 
 
 @pytest.mark.parametrize("stages, head", FILLED)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 from pipelines import T, batch_of, compare, placed
 
@@ -168,7 +168,7 @@ PLAIN = dict(
 DISTILLED = {"exits": "deferred", "objective": LossObjective(distillation=0.6)}
 
 
-@settings(max_examples=1)
+@settings(phases=[Phase.explicit])  # what is drawn takes a program each: a slow test
 @given(**cases)
 @example(
     model="gpt",
@@ -222,7 +222,10 @@ def test_many_gradients_equal_autodiff_of_the_whole_loss(**case):
     jax.clear_caches()
 
 
-def test_the_auxiliary_losses_of_stages_are_the_gradient_of_the_whole_loss():
+@pytest.mark.parametrize(
+    "cut", [(1, 2, 1), *(pytest.param(c, marks=pytest.mark.slow) for c in ((4,), (2, 2)))]
+)
+def test_the_auxiliary_losses_of_stages_are_the_gradient_of_the_whole_loss(cut):
     config = CONFIG.replace(exits=EXITS["blocks"], head="shared")
     batch = batch_of(config, 3)
     value, weights = params.init(config, jax.random.key(1)), jnp.array([0.5, 0.3, 0.8, 1.0])
@@ -231,38 +234,37 @@ def test_the_auxiliary_losses_of_stages_are_the_gradient_of_the_whole_loss():
         return multi_exit_loss(v, config, batch["tokens"], batch["labels"], weights)[0]
 
     want, want_grads = jax.jit(jax.value_and_grad(loss))(value)
-    for cut in ((4,), (1, 2, 1), (2, 2)):
-        total, grads = jax.jit(oracle.gradients, static_argnums=0)(
-            partition(config, len(cut), cut), value, batch["tokens"], batch["labels"], weights
-        )
-        np.testing.assert_allclose(total, want, rtol=1e-6)
-        compare(grads, want_grads)
+    total, grads = jax.jit(oracle.gradients, static_argnums=0)(
+        partition(config, len(cut), cut), value, batch["tokens"], batch["labels"], weights
+    )
+    np.testing.assert_allclose(total, want, rtol=1e-6)
+    compare(grads, want_grads)
 
 
-def test_a_bfloat16_model_adds_up_its_gradients_in_float32():
+@pytest.mark.parametrize("remat", ["dots", pytest.param("none", marks=pytest.mark.slow)])
+def test_a_bfloat16_model_adds_up_its_gradients_in_float32(remat):
     """Over many microbatches a sum in bfloat16 stops growing: each addend would be rounded off."""
     config = CONFIG.replace(dtype="bfloat16")
     value = params.init(config, jax.random.key(1))
-    for remat in ("none", "dots"):
-        pipeline = built(config, MeshConfig(pipe=2), remat=remat)
-        one = batch_of(config, 2)
-        many = {k: np.tile(v, (48, 1)) for k, v in one.items()}
+    pipeline = built(config, MeshConfig(pipe=2), remat=remat)
+    one = batch_of(config, 2)
+    many = {k: np.tile(v, (48, 1)) for k, v in one.items()}
 
-        def run(batch, n, p=pipeline):
-            return jax.jit(runner.gradients(p, tabled(p, n)))(
-                placed(p.stage_layout, value, p.mesh),
-                {},
-                jnp.ones(3),
-                None,
-                batch,
-                jnp.zeros((), jnp.int32),
-            )
+    def run(batch, n):
+        return jax.jit(runner.gradients(pipeline, tabled(pipeline, n)))(
+            placed(pipeline.stage_layout, value, pipeline.mesh),
+            {},
+            jnp.ones(3),
+            None,
+            batch,
+            jnp.zeros((), jnp.int32),
+        )
 
-        small, large = run(one, 1).grads, run(many, 48).grads
-        compare(large, jax.tree.map(lambda g: 48 * g, small), 1e-4)
+    small, large = run(one, 1).grads, run(many, 48).grads
+    compare(large, jax.tree.map(lambda g: 48 * g, small), 1e-4)
 
 
-@pytest.mark.parametrize("layers", [EVEN, (1, 3)])
+@pytest.mark.parametrize("layers", [(1, 3), pytest.param(EVEN, marks=pytest.mark.slow)])
 def test_evaluation_of_every_exit(layers):
     config = CONFIG.replace(exits=EXITS["blocks"], head="shared", dropout=0.5)
     mesh = MeshConfig(data=2, pipe=2, model=2)

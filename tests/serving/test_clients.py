@@ -25,11 +25,21 @@ def model(small_run):
     return small_run, load_run(small_run)
 
 
+# As few programs as can be, as a server compiles all of them.
+SMALL = ("--slots=2", "--context=64", "--grace=60", "--steps=1")
+
+
 @pytest.fixture(scope="module")
-def address(model):
-    with server(f"--model=m={model[0]}", "--slots=4") as (process, address):
-        yield address
-    assert process.returncode == 0
+def served(model):
+    """(process, address) of a server."""
+    with server(f"--model=m={model[0]}", *SMALL) as found:
+        yield found
+    assert found[0].returncode == 0
+
+
+@pytest.fixture(scope="module")
+def address(served):
+    return served[1]
 
 
 @pytest.fixture(scope="module")
@@ -68,11 +78,11 @@ def test_texts_are_those_of_the_model(model, client):
 
 
 def test_streams_and_asynchronous_clients(address, client):
-    whole = client.completions.create(model="m", prompt="class ", max_tokens=30, seed=5)
+    whole = client.completions.create(model="m", prompt="class ", max_tokens=12, seed=5)
     stream = client.completions.create(
         model="m",
         prompt="class ",
-        max_tokens=30,
+        max_tokens=12,
         seed=5,
         stream=True,
         stream_options={"include_usage": True},
@@ -86,10 +96,10 @@ def test_streams_and_asynchronous_clients(address, client):
 
             def ask(i):
                 return many.completions.create(
-                    model="m", prompt="class ", max_tokens=30, seed=i % 3, n=2
+                    model="m", prompt="class ", max_tokens=12, seed=i % 3, n=2
                 )
 
-            return await asyncio.gather(*map(ask, range(12)))
+            return await asyncio.gather(*map(ask, range(6)))
 
     answers = asyncio.run(several())
     for i, answer in enumerate(answers):
@@ -125,30 +135,31 @@ def test_errors_are_those_of_openai(client):
     assert [m.id for m in client.models.list()] == ["m"]
 
 
-def test_what_is_under_way_is_answered_before_the_end(model):
-    flags = (f"--model=m={model[0]}", "--slots=4", "--grace=60", "--steps=1")
-    asked = dict(model="m", prompt="def f(", max_tokens=60, stream=True, ignore_eos=True)
-    with server(*flags) as (process, address):
-        with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert process.wait(60) == 0
+def test_what_is_under_way_is_answered_before_the_end(served):
+    """The last test of this server, as it ends it."""
+    process, address = served
+    asked = dict(model="m", prompt="def f(", max_tokens=57, stream=True, ignore_eos=True)
+    with httpx.stream("POST", f"{address}/v1/completions", json=asked, timeout=60) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        rest = [line for line in lines if line]
+    assert process.wait(60) == 0
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
 
 
 def test_a_second_signal_ends_at_once(model):
-    flags = (f"--model=m={model[0]}", "--slots=4", "--grace=60", "--steps=1")
-    asked = dict(model="m", prompt="def f(", max_tokens=120, ignore_eos=True, n=16)
+    asked = dict(model="m", prompt="def f(", max_tokens=57, ignore_eos=True, n=16)
+
+    answers = []
 
     def ask():
-        return httpx.post(f"{address}/v1/completions", json=asked, timeout=60)
+        answers.append(httpx.post(f"{address}/v1/completions", json=asked, timeout=60))
 
-    with server(*flags) as (process, address):
+    with server(f"--model=m={model[0]}", *SMALL) as (process, address):
         thread = threading.Thread(target=ask)
         thread.start()
-        while 'requests_running{model="m"} 4.0' not in httpx.get(f"{address}/metrics").text:
+        while 'requests_running{model="m"} 2.0' not in httpx.get(f"{address}/metrics").text:
             pass
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
@@ -156,6 +167,7 @@ def test_a_second_signal_ends_at_once(model):
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0 and time.monotonic() - begin < 20
         thread.join()
+    assert [answer.status_code for answer in answers] == [503]  # nobody waited for all of it
 
 
 @pytest.mark.slow

@@ -77,6 +77,7 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     assert len(compiled) == before
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_while_more_of_a_model_is_on_its_way(compiled):
     """Requests end and join, still more is asked for, and it is called off."""
     config = FLEET["large"].replace(exits=(ExitConfig(1), ExitConfig(2)))

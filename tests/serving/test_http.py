@@ -29,8 +29,18 @@ TEMPLATE = (
 
 
 @contextlib.asynccontextmanager
-async def serving(options: HttpOptions | None = None, build=None, **kwargs):
-    """A client of a server with the model m."""
+async def client_of(service, options: HttpOptions | None = None, metrics=None):
+    """A client of a server of its own with the model m."""
+    api = app({"m": service}, options, metrics or ServerMetrics())
+    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        client.service, client.server = service, api.state.server
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def serving(build=None, **kwargs):
+    """A client of a server whose engine and metrics are its own, too."""
     metrics = ServerMetrics()
     service = Service(
         build or Scripted(template=TEMPLATE),
@@ -38,20 +48,35 @@ async def serving(options: HttpOptions | None = None, build=None, **kwargs):
         watch=metrics.watch("m"),
     )
     await service.start()
-    api = app({"m": service}, options, metrics)
-    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        client.service, client.server = service, api.state.server
-        try:
+    try:
+        async with client_of(service, metrics=metrics) as client:
             yield client
-        finally:
-            await service.stop()
+    finally:
+        await service.stop()
+
+
+RUNNER = asyncio.Runner()  # of all tests, as a service belongs to one event loop
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop():
+    with RUNNER:
+        yield
+
+
+@pytest.fixture(scope="module")
+def service():
+    """One for all servers that leave its engine as it is: starting another takes seconds."""
+    made = Service(Scripted(template=TEMPLATE))
+    RUNNER.run(made.start())
+    yield made
+    RUNNER.run(made.stop())
 
 
 def run(test):
     @wraps(test)
     def plain(*args, **kwargs):
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
+        RUNNER.run(asyncio.wait_for(test(*args, **kwargs), 120))
 
     return plain
 
@@ -69,8 +94,8 @@ def chunks(response) -> list[dict]:
 
 
 @run
-async def test_completions_whole_and_streamed():
-    async with serving() as client:
+async def test_completions_whole_and_streamed(service):
+    async with client_of(service) as client:
         asked = dict(model="m", prompt="abc", max_tokens=9)
         answer = (await client.post("/v1/completions", json=asked)).json()
         assert answer["choices"] == [
@@ -87,9 +112,9 @@ async def test_completions_whole_and_streamed():
 
 
 @run
-async def test_scoring_a_prompt_takes_time_of_the_timeout(monkeypatch):
-    async with serving() as client:
-        service, left = client.service, []
+async def test_scoring_a_prompt_takes_time_of_the_timeout(service, monkeypatch):
+    left = []
+    async with client_of(service) as client:
 
         async def score(request_id, tokens, *, seconds, **_):
             left.append(seconds)
@@ -108,8 +133,8 @@ async def test_scoring_a_prompt_takes_time_of_the_timeout(monkeypatch):
 
 
 @run
-async def test_several_prompts_and_choices_in_their_order():
-    async with serving() as client:
+async def test_several_prompts_and_choices_in_their_order(service):
+    async with client_of(service) as client:
         asked = dict(model="m", prompt=["ab", "c"], n=2, max_tokens=5)
         answer = (await client.post("/v1/completions", json=asked)).json()
         assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
@@ -126,8 +151,8 @@ async def test_several_prompts_and_choices_in_their_order():
 
 
 @run
-async def test_stop_strings_are_not_shown_in_any_part():
-    async with serving() as client:
+async def test_stop_strings_are_not_shown_in_any_part(service):
+    async with client_of(service) as client:
         whole = text(b"abc", 30)
         stop = whole[11:14]
         asked = dict(model="m", prompt="abc", max_tokens=30, stop=[stop, "never"])
@@ -139,8 +164,8 @@ async def test_stop_strings_are_not_shown_in_any_part():
 
 
 @run
-async def test_conversations_by_the_models_template():
-    async with serving() as client:
+async def test_conversations_by_the_models_template(service):
+    async with client_of(service) as client:
         messages = [dict(role="user", content=[dict(type="text", text="hi")])]
         prompt = b"user: hi\nassistant: "
         asked = dict(model="m", messages=messages, max_completion_tokens=7, return_exits=True)
@@ -214,24 +239,23 @@ def test_what_cannot_be_answered_is_named(change, status, param, said, client_of
 
 
 @pytest.fixture(scope="module")
-def client_of_all():
-    """Asks /v1/completions of one server, in a loop of its own."""
-    loop, stack = asyncio.new_event_loop(), contextlib.AsyncExitStack()
-    client = loop.run_until_complete(stack.enter_async_context(serving()))
+def client_of_all(service):
+    """Asks /v1/completions of one server."""
+    stack = contextlib.AsyncExitStack()
+    client = RUNNER.run(stack.enter_async_context(client_of(service)))
     headers = {"content-type": "application/json"}  # and in ASCII, for what UTF-8 has not
 
-    def post(body):
-        return client.post("/v1/completions", content=body, headers=headers)
+    async def post(body):
+        return await client.post("/v1/completions", content=body, headers=headers)
 
-    yield lambda asked: loop.run_until_complete(post(json.dumps(asked)))
-    loop.run_until_complete(stack.aclose())
-    loop.close()
+    yield lambda asked: RUNNER.run(post(json.dumps(asked)))
+    RUNNER.run(stack.aclose())
 
 
 @run
-async def test_keys_sizes_and_ids():
+async def test_keys_sizes_and_ids(service):
     options = HttpOptions(keys=("secret", "other"), body=1000)
-    async with serving(options) as client:
+    async with client_of(service, options) as client:
         asked = dict(model="m", prompt="abc", max_tokens=3)
 
         def post(**headers):
@@ -315,8 +339,8 @@ async def test_full_dead_and_back():
 
 
 @run
-async def test_a_server_that_ends_answers_what_is_under_way():
-    async with serving() as client:
+async def test_a_server_that_ends_answers_what_is_under_way(service):
+    async with client_of(service) as client:
         asked = dict(model="m", prompt=[STALL, 1], max_tokens=20, n=6)
         task = asyncio.create_task(client.post("/v1/completions", json=asked))
         while client.service.active < 6:
@@ -332,8 +356,8 @@ async def test_a_server_that_ends_answers_what_is_under_way():
 
 
 @run
-async def test_as_many_requests_as_may():
-    async with serving(HttpOptions(requests=2)) as client:
+async def test_as_many_requests_as_may(service):
+    async with client_of(service, HttpOptions(requests=2)) as client:
         asked = dict(model="m", prompt=[STALL, 1], max_tokens=40)
         tasks = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(2)]
         while client.service.active < 2:
@@ -344,8 +368,8 @@ async def test_as_many_requests_as_may():
 
 
 @run
-async def test_an_error_of_the_servers_own_has_an_id_and_is_logged(monkeypatch, caplog):
-    async with serving() as client:
+async def test_an_error_of_the_servers_own_has_an_id_and_is_logged(service, monkeypatch, caplog):
+    async with client_of(service) as client:
         monkeypatch.setattr(type(client.server), "engine_requests", lambda *_: 1 / 0)
         asked = dict(model="m", prompt="abc", max_tokens=3)
         broken = await client.post("/v1/completions", json=asked, headers={"x-request-id": "mine"})
@@ -356,9 +380,9 @@ async def test_an_error_of_the_servers_own_has_an_id_and_is_logged(monkeypatch, 
 
 
 @run
-async def test_characters_of_several_tokens():
+async def test_characters_of_several_tokens(service):
     """`é` and `→` are two and three tokens of bytes."""
-    async with serving() as client:
+    async with client_of(service) as client:
         asked = dict(model="m", prompt="é→x", max_tokens=2, echo=True)
         whole = (await client.post("/v1/completions", json=asked)).json()["choices"][0]
         assert whole["text"] == "é→x" + text("é→x".encode(), 2)
@@ -394,8 +418,12 @@ async def test_special_tokens_come_from_the_template_alone():
     )
     messages = [dict(role="user", content=f"a{name}b")]
     spelled, special = 13, 4  # tokens of the conversation
-    for options, count in ((HttpOptions(), spelled), (HttpOptions(allow_special=True), special)):
-        async with serving(options, build) as client:
+    async with serving(build) as own, contextlib.AsyncExitStack() as stack:
+        for options, count in (
+            (HttpOptions(), spelled),
+            (HttpOptions(allow_special=True), special),
+        ):
+            client = await stack.enter_async_context(client_of(own.service, options))
             asked = dict(model="m", messages=messages, max_tokens=2)
             answer = (await client.post("/v1/chat/completions", json=asked)).json()
             assert answer["usage"]["prompt_tokens"] == count

@@ -19,15 +19,41 @@ from eejax.inference.request import EngineRequest
 from eejax.serving import service as s
 from eejax.serving.service import EngineUnavailable, QueueFull, Service, ServiceOptions
 
+RUNNER = asyncio.Runner()  # of all tests, as a service belongs to one event loop
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loop():
+    with RUNNER:
+        yield
+
 
 def run(test):
     """A test that is a coroutine."""
 
     @wraps(test)
     def plain(*args, **kwargs):
-        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 120))
+        RUNNER.run(asyncio.wait_for(test(*args, **kwargs), 120))
 
     return plain
+
+
+@pytest.fixture(scope="module")
+def several():
+    """A service of four slots. Starting one takes seconds, and most tests leave it as it is."""
+    service = Service(Scripted(), ServiceOptions(waiting=10**4))
+    RUNNER.run(service.start())
+    yield service
+    RUNNER.run(service.stop())
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """A service of one slot, for which as many wait as a test of priorities needs."""
+    service = Service(Scripted(slots=1), ServiceOptions(waiting=3))
+    RUNNER.run(service.start())
+    yield service
+    RUNNER.run(service.stop())
 
 
 async def gathered(service, prompt, limit, **kwargs):
@@ -51,9 +77,8 @@ async def until(condition, seconds=30):
 
 
 @run
-async def test_everyone_gets_their_own_tokens_whoever_comes_and_goes():
-    rng, service = random.Random(0), Service(Scripted(), ServiceOptions(waiting=10**4))
-    ready = await service.start()
+async def test_everyone_gets_their_own_tokens_whoever_comes_and_goes(several):
+    rng, service, ready = random.Random(0), several, several.ready
     assert (ready.slots, ready.context, service.state) == (4, 64, s.READY)
 
     async def one(i):
@@ -75,14 +100,11 @@ async def test_everyone_gets_their_own_tokens_whoever_comes_and_goes():
     assert sum(map(bool, done)) > 200
     assert service.active == 0
     await until(lambda: service.load == (0, 0, 0, 256))
-    await service.stop()
-    assert service.state == s.STOPPED
 
 
 @run
-async def test_priorities_deadlines_and_aborted_requests():
-    service = Service(Scripted(slots=1))
-    await service.start()
+async def test_priorities_deadlines_and_aborted_requests(narrow):
+    service = narrow
     slow = asyncio.create_task(gathered(service, [STALL, 1], 60))
     await until(lambda: service.load.running == 1)
     order = []
@@ -103,13 +125,11 @@ async def test_priorities_deadlines_and_aborted_requests():
     tokens, finish = await gathered(service, [STALL, 2], 60, seconds=0.5)
     assert finish == "deadline" and 0 < len(tokens) < 60
     assert tokens == want([STALL, 2], 60)[: len(tokens)]
-    await service.stop()
 
 
 @run
-async def test_an_id_is_free_once_the_engine_reported_its_end():
-    service = Service(Scripted(slots=1))
-    await service.start()
+async def test_an_id_is_free_once_the_engine_reported_its_end(narrow):
+    service = narrow
     stream = service.stream(EngineRequest("a", [STALL, 1], 60))
     await anext(stream)
     await stream.aclose()
@@ -123,32 +143,27 @@ async def test_an_id_is_free_once_the_engine_reported_its_end():
             refused += 1
             await asyncio.sleep(0.01)
     assert refused and tokens == want([5], 3)
-    await service.stop()
 
 
 @run
-async def test_as_many_wait_as_may():
-    service = Service(Scripted(slots=1), ServiceOptions(waiting=2))
-    await service.start()
-    tasks = [asyncio.create_task(gathered(service, [STALL, i], 20)) for i in range(3)]
+async def test_as_many_wait_as_may(narrow):
+    service = narrow
+    tasks = [asyncio.create_task(gathered(service, [STALL, i], 20)) for i in range(4)]
     await asyncio.sleep(0)
-    with pytest.raises(QueueFull, match="3 requests are under way"):
+    with pytest.raises(QueueFull, match="4 requests are under way"):
         await gathered(service, [9], 1)
-    assert [finish for _, finish in await asyncio.gather(*tasks)] == ["length"] * 3
+    assert [finish for _, finish in await asyncio.gather(*tasks)] == ["length"] * 4
     assert (await gathered(service, [9], 1))[1] == "length"
-    await service.stop()
 
 
 @run
-async def test_what_the_engine_refuses_is_an_error_of_one_request():
-    service = Service(Scripted())
-    await service.start()
+async def test_what_the_engine_refuses_is_an_error_of_one_request(several):
+    service = several
     other = asyncio.create_task(gathered(service, [3], 9))
     with pytest.raises(ConfigError, match="prompts"):
         await gathered(service, range(64), 4)
     assert (await other)[0] == want([3], 9)
     assert service.active == 0
-    await service.stop()
 
 
 @run
@@ -238,7 +253,7 @@ async def test_an_engine_that_cannot_be_built_says_why(tmp_path):
     await service.start()
     broken.touch()
     service._engine.process.kill()
-    await until(lambda: service.restarts > 2)  # it tries again and again
+    await until(lambda: service.restarts > 1)  # it tries again and again
     assert service.state == s.DEAD and "the weights are gone" in service.failure
     broken.unlink()
     await until(lambda: service.state == s.READY)
@@ -259,7 +274,7 @@ async def test_what_runs_is_finished_and_nobody_else_comes_in():
         await gathered(service, [3], 9)
     assert [len(tokens) for tokens, _ in await asyncio.gather(*tasks)] == [20] * 8
     await stopping
-    assert not process.is_alive()
+    assert not process.is_alive() and service.state == s.STOPPED
 
 
 @run

@@ -1,6 +1,6 @@
 """Lowers decoding steps for CUDA and tells what kernels they hold: JSON, a line for each program.
 
-Needs jax-triton and JAX's CUDA plugin, and no GPU.
+Its arguments are compute capabilities. Needs jax-triton and JAX's CUDA plugin, and no GPU.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import collections  # noqa: E402
 import json  # noqa: E402
+import sys  # noqa: E402
 from functools import partial  # noqa: E402
 
 import compiled_kernels as compiled  # noqa: E402
@@ -30,12 +31,12 @@ from eejax.sharding.mesh import MeshConfig, known_mesh  # noqa: E402
 
 CONFIG = ModelConfig(
     vocab_size=512,
-    n_layers=4,
+    n_layers=2,
     d_model=128,
     n_heads=4,
     context_length=64,
     dtype="bfloat16",
-    exits=(ExitConfig(1, router=16), ExitConfig(3, router=16)),
+    exits=(ExitConfig(1, router=16),),
 )
 BATCH = 8
 OPTIONS = EngineOptions(cap=2, buckets=(1, 2)).resolved(CONFIG, BATCH)
@@ -64,10 +65,12 @@ def programs():
     yield "scan", scan, (weights, state)
 
     mesh = known_mesh(MeshConfig(data=2, model=2))
-    placed = sharded.place(params.init(CONFIG, jax.random.key(0)), CONFIG, None, mesh)
+    zeros = jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), own)
+    placed = sharded.place(zeros, CONFIG, None, mesh)
     own = OPTIONS.resolved(CONFIG, BATCH // 2)
     prefill = partial(generate.prefill, config=CONFIG, options=own, length=64)
-    split, _ = prefill(placed, decoding.default_plan(CONFIG, own, BATCH // 2), tokens, request())
+    plan = decoding.default_plan(CONFIG, own, BATCH // 2)
+    split, _ = jax.eval_shape(prefill, placed, plan, tokens, request())
     decode = partial(decoding.decode, config=CONFIG, options=own, size=4)
     yield "mesh", decode, (placed, split, np.int32(4))
 
@@ -81,7 +84,7 @@ def programs():
 
 def main() -> None:
     for name, run, args in programs():
-        for capability in (80, 90):
+        for capability in map(int, sys.argv[1:]):
             found = collections.Counter(
                 k.name for k in compiled.kernels(run, *args, capability=capability)
             )

@@ -138,6 +138,7 @@ def test_a_run_remembers_where_its_base_lies(text, base, tmp_path, monkeypatch):
         monkeypatch.chdir(folder)
         config = configuration(text, source, steps=steps, checkpoint_every=1)
         config.optimizer.schedule = "constant"
+        config.data.validation_fraction = 0.0
         return fit(bases.with_base(config, tmp_path / "run"), tmp_path / "run")
 
     run("base", there, 1)
@@ -199,6 +200,7 @@ def test_a_pretrained_model_is_a_base(text, base, tmp_path):
 @pytest.mark.parametrize("part", ["trunk", "heads"])
 def test_a_part_is_trained_and_the_rest_stays_to_the_bit(text, base, tmp_path, part):
     config = configuration(text, base, steps=2, eval_every=0)
+    config.data.validation_fraction = 0.0
     config.tune.part = part
     experiment = bases.with_base(config, tmp_path)
     fit(experiment, tmp_path)

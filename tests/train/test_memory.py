@@ -48,9 +48,17 @@ def on_first_device(tree):
     return sum(s.data.nbytes for s in shards)
 
 
-@pytest.mark.parametrize("data", [1, 4])
-@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
-def test_the_state_is_counted_to_the_byte(data, norm):
+@pytest.mark.parametrize(
+    "norm, data",
+    [
+        ("layernorm", 4),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("rmsnorm", 1), ("rmsnorm", 4), ("layernorm", 1))
+        ),
+    ],
+)
+def test_the_state_is_counted_to_the_byte(norm, data):
     e = experiment(data=data, norm=norm, exits=(ExitConfig(1, mlp=True), ExitConfig(2, head="own")))
     tx = optimizer.transformation(e.optimizer, params.decays(e.model))
     real = state.create(e.model, tx, 0, make_mesh(e.mesh))
@@ -87,13 +95,13 @@ def compared(remat, **case):
 # Depth, batch, microbatches, width, vocabulary, length and devices each move the figure by a
 # multiple of what is allowed.
 CASES = [
-    *[(remat, dict(layers=8)) for remat in ("none", "dots", "full")],
+    ("dots", dict(layers=8)),
     *[
-        pytest.param(remat, dict(layers=2), marks=pytest.mark.slow)
-        for remat in ("none", "dots", "full")
+        pytest.param(remat, dict(layers=n), marks=pytest.mark.slow)
+        for remat, n in (("none", 8), ("full", 8), ("none", 2), ("dots", 2), ("full", 2))
     ],
     ("full", dict(layers=8, b=16, microbatches=2)),
-    ("dots", dict(d_model=256, microbatches=4)),
+    pytest.param("dots", dict(d_model=256, microbatches=4), marks=pytest.mark.slow),
     ("dots", dict(vocab_size=8192, t=64, b=16, data=2)),
     pytest.param("dots", dict(t=512), marks=pytest.mark.slow),
     ("dots", dict(vocab_size=8192, t=64, b=16, distillation=0.5)),
@@ -114,7 +122,9 @@ def test_the_estimate_is_near_what_xla_says(remat, case):
     assert xla.total == pytest.approx(got.state + xla.temporary, rel=0.05)
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize(
+    "remat", ["dots", *(pytest.param(r, marks=pytest.mark.slow) for r in ("none", "full"))]
+)
 def test_another_layer_costs_what_xla_says_it_costs(remat):
     """Alone: a slope that is wrong by a layer's worth would hide in a whole."""
     (_, few, xla_few), (_, many, xla_many) = compared(remat, layers=2), compared(remat, layers=8)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.common.errors import ConfigError
@@ -41,16 +42,23 @@ def batch_of(n, b=8, t=12):
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].copy()}
 
 
+WEIGHTS = schedules.constant((0.3, 0.5))
+
+
+@functools.cache
+def made(config, mesh, weights, settings, **options):
+    """(transformation, train step): compiled once for all tests that train alike."""
+    tx = optimizer.transformation(settings, params.decays(config))
+    rate = optimizer.learning_rate(settings, 100)
+    return tx, step.make_train_step(config, tx, rate, weights, mesh, **options)
+
+
 class Run:
     """A model in training, one batch after the other."""
 
-    def __init__(self, config=CONFIG, mesh=None, weights=None, settings=CONSTANT, **options):
+    def __init__(self, config=CONFIG, mesh=None, weights=WEIGHTS, settings=CONSTANT, **options):
         self.mesh = mesh or make_mesh(MeshConfig())
-        tx = optimizer.transformation(settings, params.decays(config))
-        rate = optimizer.learning_rate(settings, 100)
-        self.train = step.make_train_step(
-            config, tx, rate, weights or schedules.constant((0.3, 0.5)), self.mesh, **options
-        )
+        tx, self.train = made(config, self.mesh, weights, settings, **options)
         extra = {"ema": "ema" in options, "loss_scale": options.get("loss_scale")}
         self.state = state.create(config, tx, 0, self.mesh, **extra)
 
@@ -67,6 +75,7 @@ def assert_near(a, b, tolerance):
         np.testing.assert_allclose(x, y, rtol=0, atol=tolerance * max(1e-3, np.abs(y).max()))
 
 
+@settings(max_examples=20)
 @given(st.integers(1, 40), st.integers(1, 1000), st.floats(0, 0.99))
 def test_layer_dropout_grows_with_depth_and_time(n, steps, rate):
     constant = np.asarray(recipes.layer_dropout(rate, n)(7))
@@ -213,6 +222,7 @@ def test_small_updates_are_kept_by_float32_parameters():
     assert 1e-5 < moved.max() < 2e-4  # a scale of 1 in bf16 moves by 4e-3 or not at all
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 12), st.integers(0, 300), st.integers(1, 12))
 def test_curricula_by_their_rule(n, t, rotation):
     every = np.asarray(schedules.curriculum("none", n)(t))
@@ -231,9 +241,12 @@ def test_curricula_by_their_rule(n, t, rotation):
 
 
 def test_a_rotating_curriculum_in_the_step_needs_one_program():
-    weights = schedules.constant((0.3, 0.5))
     turns = schedules.curriculum("rotating", 2)
-    run = Run(weights=lambda t: weights(t) * turns(t), sparse=True)
+
+    def weights(t):
+        return WEIGHTS(t) * turns(t)
+
+    run = Run(weights=weights, sparse=True)
     first, second = run(batch_of(0), batch_of(1))
     assert run.train._cache_size() == 1
     assert (first["exit_weights"][1], second["exit_weights"][0]) == (0, 0)
@@ -241,7 +254,7 @@ def test_a_rotating_curriculum_in_the_step_needs_one_program():
     assert first["exit_grad_norms"][1] == 0 and first["exit_grad_norms"][0] > 0
     # What has no turn is not touched: the second exit's own head only decays.
     start = params.init(CONFIG, jax.random.key(0))["exits"]["exit_2"]["head"]
-    alone = Run(weights=lambda t: weights(t) * turns(t), sparse=True)
+    alone = Run(weights=weights, sparse=True)
     alone(batch_of(0))
     decayed = start * (1 - CONSTANT.learning_rate * CONSTANT.weight_decay)
     np.testing.assert_allclose(

@@ -151,7 +151,7 @@ def test_exits_learn_from_the_final_one_which_stays(base, tuned, tmp_path):
     assert all(a < 0.9 * b for a, b in zip(apart(taught), apart(plain), strict=True))
 
 
-@pytest.mark.parametrize("head", ["own", "tied"])
+@pytest.mark.parametrize("head", ["own", pytest.param("tied", marks=pytest.mark.slow)])
 def test_a_copy_starts_at_the_logit_lens(base, tmp_path, head):
     """The loss of the model cut off at the boundary, with its own final norm and head, exactly."""
     if head == "tied":
@@ -265,20 +265,8 @@ def test_the_trunk_has_no_backward_pass(base):
     assert flops["tuned"] < 0.62 * flops["all"]
 
 
-def test_an_interrupted_tuning_resumes_to_the_same_bits(base, tuned, tmp_path, monkeypatch):
-    stop_at(monkeypatch, 22)
-    result = fit(tuned_experiment(base), tmp_path)
-    assert result.stopped == signal.SIGTERM
-    assert not (tmp_path / "checkpoints").exists()
-    monkeypatch.undo()
-    assert fit(tuned_experiment(base), tmp_path).step == 40
-    want, got = (named(load_run(folder).params) for folder in (tuned[0], tmp_path))
-    assert want.keys() == got.keys()
-    assert all(want[n].tobytes() == got[n].tobytes() for n in want)
-
-
-def test_a_tuning_goes_on_from_the_checkpoint_it_began_with(base, tmp_path, monkeypatch):
-    """The frozen layers of a resumed run are those it began with, wherever the base is now."""
+def test_a_tuning_goes_on_from_the_checkpoint_it_began_with(base, tuned, tmp_path, monkeypatch):
+    """To the same bits: its frozen layers are those it began with, wherever the base is now."""
     shutil.copytree(base, tmp_path / "base")
 
     def moved(folder="base", **train):
@@ -286,8 +274,9 @@ def test_a_tuning_goes_on_from_the_checkpoint_it_began_with(base, tmp_path, monk
         train = dataclasses.replace(experiment.train, base=str(tmp_path / folder), **train)
         return dataclasses.replace(experiment, train=train)
 
-    stop_at(monkeypatch, 5)
+    stop_at(monkeypatch, 22)
     assert fit(moved(), tmp_path / "tuned").stopped == signal.SIGTERM
+    assert not (tmp_path / "tuned" / "checkpoints").exists()
     monkeypatch.undo()
     steps = tmp_path / "base" / "checkpoints"
     shutil.copytree(steps / "60", steps / "80")  # the base has gone on
@@ -299,6 +288,9 @@ def test_a_tuning_goes_on_from_the_checkpoint_it_began_with(base, tmp_path, monk
     (tmp_path / "base.json").rename(tmp_path / "tuned" / "base.json")
     (tmp_path / "base").rename(tmp_path / "elsewhere")
     assert fit(moved("elsewhere", base_step=60), tmp_path / "tuned").step == 40
+    want, got = (named(load_run(folder).params) for folder in (tuned[0], tmp_path / "tuned"))
+    assert want.keys() == got.keys()
+    assert all(want[n].tobytes() == got[n].tobytes() for n in want)
 
 
 FACTS = bases.FixedFields("/a", 6, ModelConfig(23, 2, 16, 2, 16), "bytes-257", "0" * 32)
@@ -334,6 +326,7 @@ def test_a_run_resumes_with_the_base_of_its_checkpoints(tmp_path, saved, kept, m
         check(FACTS if read_again else None)
 
 
+@pytest.mark.slow
 def test_more_devices_give_the_same_exits(base, tuned, tmp_path):
     fit(tuned_experiment(base, mesh=MeshConfig(data=4)), tmp_path)
     want, got = (named(load_run(folder).params) for folder in (tuned[0], tmp_path))
@@ -349,16 +342,27 @@ def test_an_exit_of_the_base_goes_on_from_where_it_is(base, tmp_path):
         np.testing.assert_array_equal(value, named(run.model.params)[name])
 
 
-@pytest.mark.parametrize("head", [pytest.param("tied", marks=pytest.mark.slow), "shared"])
-def test_any_exit_on_any_base(tmp_path, text, head):
+NEW = (ExitConfig(0, head="own", mlp=True), ExitConfig(2), ExitConfig(DEPTH, block=True))
+CASES = ((NEW[:1], 0.0), (NEW, 0.0), (NEW[:2], 0.5))  # which of them, and how far they are taught
+
+
+@pytest.mark.parametrize(
+    "head, cases",
+    [
+        ("shared", (CASES[0], (NEW, 0.5))),
+        *(pytest.param(head, CASES, marks=pytest.mark.slow) for head in ("tied", "shared")),
+    ],
+    ids=["shared", "tied-all", "shared-all"],
+)
+def test_any_exit_on_any_base(tmp_path, text, head, cases):
     """A base without exits, heads that lie elsewhere; at 0 there is no layer below."""
     values = base_config(text, head)
     values["train"]["steps"] = 2
     values["model"] |= {"exits": (), "residual": "parallel_one_norm"}
     values["exit_weights"]["weights"] = ()
     fit(Experiment.from_dict(values), tmp_path / "base")
-    new = (ExitConfig(0, head="own", mlp=True), ExitConfig(2, head=head), ExitConfig(4, block=True))
-    for chosen, taught in ((new[:1], 0.0), (new, 0.0), (new[:2], 0.5)):
+    for chosen, taught in cases:
+        chosen = [dataclasses.replace(e, head=head) if e == NEW[1] else e for e in chosen]
         experiment = tuned_experiment(tmp_path / "base", new=chosen, steps=2, eval_every=0)
         experiment = dataclasses.replace(experiment, loss=LossObjective(distillation=taught))
         workdir = tmp_path / f"tuned{len(chosen)}"
@@ -370,7 +374,7 @@ def test_any_exit_on_any_base(tmp_path, text, head):
         lowest = jax.tree.map(lambda a: a[0], whole["layers"])
         np.testing.assert_array_equal(own["mlp"]["up"], lowest["mlp"]["up"])
         np.testing.assert_array_equal(own["mlp_norm"]["scale"], lowest["attn_norm"]["scale"])
-        depth = 4 if taught else max(e.boundary for e in chosen)
+        depth = DEPTH if taught else max(e.boundary for e in chosen)
         assert {a.shape[0] for a in jax.tree.leaves(frozen["layers"])} == {depth}
         assert fit(experiment, workdir).step == 2
         tuned = load_run(workdir)
