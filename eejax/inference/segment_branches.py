@@ -73,12 +73,12 @@ class ExitRows(NamedTuple):
     h: jax.Array
     before: jax.Array
 
-    def of_slots(self, tree: Tree) -> Tree:
+    def take_slots(self, tree: Tree) -> Tree:
         """Return [r, ...], the entries of the rows' slots in leaves [slots, ...]."""
         slot = self.slot
         return tree if slot is None else jax.tree.map(lambda a: take(a, slot), tree)
 
-    def of_places(self, tree: Tree) -> Tree:
+    def take_places(self, tree: Tree) -> Tree:
         """Return [r, ...], the entries of the rows in leaves [slots, m, ...] by slot and place."""
         slot, position = self.slot, self.position
 
@@ -95,21 +95,21 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
 
     Only rows that are `allowed` [r] and undecided change.
     """
-    pending, request = state.pending, rows.of_slots(state.request)
+    pending, request = state.pending, rows.take_slots(state.request)
     logits_params, process = request.logits_params, None
     if e == 0:
         none = PendingRows.blank(len(rows.x), logits_params=logits_params is not None)
-        input_token = rows.of_places(pending.input_token)
+        input_token = rows.take_places(pending.input_token)
         own = varying(none, runner.weights.axes.data).replace(input_token=input_token)
     else:
-        own = rows.of_places(pending)
+        own = rows.take_places(pending)
     if logits_params is not None:
 
         def shaped(y: jax.Array) -> jax.Array:
             return process_logits(
                 y,
                 logits_params,
-                rows.of_slots(state.prompt),
+                rows.take_slots(state.prompt),
                 request.start,
                 rows.position + 1,
                 request.stop_token_ids,
@@ -121,7 +121,7 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
         drafts = (request.policy.drafts > 0) & ~request.policy.paused
         if logits_params is not None:
             drafts = drafts & ~logits_params.changes
-    allowed = allowed & (rows.position >= rows.of_slots(state.position)) & (own.exit < 0)
+    allowed = allowed & (rows.position >= rows.take_slots(state.position)) & (own.exit < 0)
     none = jnp.full(own.logprob.shape, jnp.inf)
     emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
     look = runner.exit_input(
