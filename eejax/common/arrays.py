@@ -1,4 +1,4 @@
-"""Arrays: reading by indices that are known to lie within an array.
+"""Arrays: reading and writing by indices that are known to lie within an array.
 
 Indexing by brackets counts negative indices from the end, which takes four operations more for each
 index, and `%` takes ten in place of one. The program of an engine does so hundreds of times, and
@@ -7,8 +7,15 @@ the time to compile it goes with its operations.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 from jax import lax
+
+take_slice = partial(lax.dynamic_slice, allow_negative_indices=False)
+"""`lax.dynamic_slice` from indices that are not negative."""
+put_slice = partial(lax.dynamic_update_slice, allow_negative_indices=False)
+"""`lax.dynamic_update_slice` at indices that are not negative."""
 
 
 def take(a: jax.Array, *indices: jax.Array) -> jax.Array:

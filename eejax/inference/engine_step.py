@@ -244,9 +244,8 @@ def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
     reads = jnp.where(behind, at_position(pending.token, filled - 1), state.token)
     input_token = jnp.where(can_start, reads, at_position(pending.input_token, filled))
     m = pending.input_token.shape[1]
-    own = (
-        jnp.arange(m)[None] == ring_index(filled, m)[:, None]
-    )  # XLA fuses comparisons, not a scatter
+    # XLA fuses comparisons, not a scatter.
+    own = jnp.arange(m)[None] == ring_index(filled, m)[:, None]
     if m > 1:
         guess = can_start & behind & (at_position(pending.exit, filled - 1) < 0)
         before_own = jnp.arange(m)[None] == ring_index(filled - 1, m)[:, None]

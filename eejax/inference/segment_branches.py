@@ -49,9 +49,9 @@ def flatten(
     row = jnp.arange(size, dtype=jnp.int32)
     i = jnp.minimum(jnp.sum(ends[None] <= row[:, None], -1, dtype=jnp.int32), slots - 1)
     real = row < ends[-1]
-    slot = jnp.where(real, take(order, i), slots)
-    behind = row - take(offsets, i)
-    position = jnp.where(real, take(start, take(order, i)) + behind, 0)
+    own, behind = take(order, i), row - take(offsets, i)
+    slot = jnp.where(real, own, slots)
+    position = jnp.where(real, take(start, own) + behind, 0)
     begin, (spans, _) = compact(real & (behind % width == 0))
     first = jnp.where(row < spans, begin, 0)
     return PackedRows(slot, position, first, spans, width, max_rows)
@@ -242,9 +242,8 @@ class SegmentBranches:
         flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, max_rows)
         slot = jnp.minimum(flat.slot, len(state.token) - 1)
         if e == 0:
-            token = take(
-                pending.input_token, slot, ring_index(flat.position, pending.input_token.shape[1])
-            )
+            place = ring_index(flat.position, pending.input_token.shape[1])
+            token = take(pending.input_token, slot, place)
             x = self.runner.embed(token[:, None], flat.position[:, None])
             before = jnp.zeros_like(x)
         else:

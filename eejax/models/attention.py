@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eejax.common.arrays import take
+from eejax.common.arrays import put_slice, take, take_slice
 from eejax.kernels import call
 from eejax.kernels.decode_attention.api import covers, decode_attention
 from eejax.kernels.decode_attention.reference import AttentionOptions
@@ -63,18 +63,17 @@ def write_rows(cache: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array
       The cache, [b * k, s, h].
     """
     b, t, k, h = rows.shape
-    put = partial(lax.dynamic_update_slice, allow_negative_indices=False)
     rows = jnp.swapaxes(rows, 1, 2).astype(cache.dtype)  # [b, k, t, h]
     # On a CPU slice updates stay in place and cost less than a scatter. A GPU starts a kernel for
     # each of them.
     if b <= (1 if call.for_gpu() else UNROLLED_WRITES):
         for i in range(b):
-            cache = put(cache, rows[i], (i * k, start[i], 0))
+            cache = put_slice(cache, rows[i], (i * k, start[i], 0))
         return cache
     grouped = cache.reshape(b, k, *cache.shape[1:])
 
     def write(c, r, i):
-        return put(c, r, (0, i, 0))
+        return put_slice(c, r, (0, i, 0))
 
     return jax.vmap(write)(grouped, rows, start).reshape(cache.shape)
 
@@ -422,8 +421,6 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
     """Run `packed_attention` on one span after the other."""
     width, n_kv, length = packed.width, k.shape[2], cache[0].shape[1]
     lengths = span_lengths(length)
-    slices = partial(lax.dynamic_slice, allow_negative_indices=False)
-    put = partial(lax.dynamic_update_slice, allow_negative_indices=False)
 
     def rows(a):  # [t + width - 1, ...]: a span may begin with any row
         return jnp.pad(a[:, 0], [(0, width - 1)] + [(0, 0)] * (a.ndim - 2))
@@ -437,24 +434,25 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
         slot, start = take(packed.slot, first) * n_kv, take(packed.position, first)
 
         def cut(a):
-            return slices(a, (first,) + (0,) * (a.ndim - 1), (width, *a.shape[1:]))
+            return take_slice(a, (first,) + (0,) * (a.ndim - 1), (width, *a.shape[1:]))
 
         q, k, v, mask = (cut(a) for a in own)
         distance = None if far is None else cut(far)
         buffers = [  # may also write rows of the next slots, which their own spans write again
-            put(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
+            put_slice(c, jnp.swapaxes(a, 0, 1).astype(c.dtype), (slot, start, 0))
             for c, a in zip(buffers, (k, v), strict=True)
         ]
 
         def first_positions(n, q, mask, distance, *buffers):
-            k, v = (slices(c, (slot, 0, 0), (n_kv, n, c.shape[2])).astype(q.dtype) for c in buffers)
+            size = n_kv, n, buffers[0].shape[2]
+            k, v = (take_slice(c, (slot, 0, 0), size).astype(q.dtype) for c in buffers)
             near = None if distance is None else distance[None, :, :n]
             return _attend(q[None], k, v, mask[None, :, :n], near, slopes, config)[0]
 
         branches = [partial(first_positions, n) for n in lengths]
         which = jnp.minimum(first_bucket(lengths, start + width), len(lengths) - 1)
         y = lax.switch(which, branches, q, mask, distance, *buffers)
-        return put(out, y, (first,) + (0,) * (out.ndim - 1)), *buffers
+        return put_slice(out, y, (first,) + (0,) * (out.ndim - 1)), *buffers
 
     # Rows that belong to no span keep their query values, which nothing reads.
     out, *buffers = lax.fori_loop(0, packed.spans, span, (own[0], *cache))

@@ -62,7 +62,7 @@ EARLY = ("--prompt=early exit", "--threshold=0.5,0.3")
         pytest.param("posthoc", (), "posthoc", marks=pytest.mark.slow),
         ("recompute", (), "posthoc"),
         ("pipelined", ("--mesh.pipe=2", "--stage_layers=2,1"), "posthoc"),
-        pytest.param("propagate", (), "propagate", marks=pytest.mark.slow),
+        ("propagate", (), "propagate"),
         ("speculative", ("--drafts=2", "--draft_exit=1"), "full"),
     ],
 )

@@ -134,6 +134,7 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         (("--output=/no/such/x",), b"a", "/no/such/x"),
         (("--drafts=1000000000",), b"a", "--drafts"),
         (("--context=9999",), b"a", "--context"),
+        (("--cap=9999",), b"a", "--cap"),
         (("--gate=nope",), b"a", "--gate"),
         (("--threshold=nan",), b"a", "--threshold"),
         (("--stop_token=999",), b"a", "--stop_token"),

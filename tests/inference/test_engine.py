@@ -32,6 +32,14 @@ MASK = {"propagate": "mask"}
 # is compiled.
 SMALL = EngineOptions("recompute", cap=4, buckets=(4,), drafts=3)
 SLOTS = 4
+TINY = ModelConfig(
+    vocab_size=99,
+    n_layers=4,
+    d_model=8,
+    n_heads=2,
+    context_length=CONTEXT,
+    exits=(ExitConfig(2),),
+)
 
 
 def request(config, prompt, limit, threshold=1.0, stops=(), temperature=0.0, **policy):
@@ -151,15 +159,7 @@ def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data
 
 def test_weights_of_a_checkpoint_are_compiled_for_once(compiled):
     """They are restored to a mesh of one device, and new states are not."""
-    config = ModelConfig(
-        vocab_size=99,
-        n_layers=2,
-        d_model=8,
-        n_heads=2,
-        context_length=CONTEXT,
-        exits=(ExitConfig(1),),
-    )
-    p = params.init(config, jax.random.key(0))
+    config, p = TINY, params.init(TINY, jax.random.key(0))
     p = jax.device_put(p, NamedSharding(make_mesh(MeshConfig()), P()))
     options = EngineOptions(cap=2, buckets=(2,), chunk=16)
     slots = EarlyExitEngine.make(p, config, options, slots=2, context=CONTEXT)
@@ -240,14 +240,7 @@ def test_a_part_of_the_model_is_a_model_whose_last_exit_always_emits(subset, pro
 
 
 def test_a_scripted_engine_follows_the_protocol():
-    config = ModelConfig(
-        vocab_size=99,
-        n_layers=4,
-        d_model=8,
-        n_heads=2,
-        context_length=CONTEXT,
-        exits=(ExitConfig(2),),
-    )
+    config = TINY
 
     def script(prompt, i):
         return ((prompt[0] * 7 + i) % 90, (prompt[0] + i) % 2)

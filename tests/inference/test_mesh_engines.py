@@ -86,7 +86,7 @@ def on_one_device(engine: str):
 
 
 # All pairs of engine and mesh, of which some are enough for every day: each is a compilation.
-SOME = (("recompute", "2x2"), ("propagate", "1x4"))
+SOME = (("recompute", "2x2"), ("propagate", "1x4"), ("speculative", "1x2"))
 PAIRS = [
     pytest.param(engine, mesh, marks=[] if (engine, mesh) in SOME else [pytest.mark.slow])
     for engine in ENGINES

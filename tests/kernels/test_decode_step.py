@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-EXITS, WAYS, BUCKETS = 1, 3, 2  # ways to run a segment: in place, and two buckets
+EXITS, WAYS, BUCKETS = 2, 3, 2  # ways to run a segment: in place, and two buckets
 HEADS = EXITS + 1  # the final one's too
-LAYERS = 2
+LAYERS = 4
 STEP = {
     "decode_attention_kernel": LAYERS * WAYS,
     # Each way through a segment looks at the exit above it.

@@ -31,12 +31,12 @@ from eejax.sharding.mesh import MeshConfig, known_mesh  # noqa: E402
 
 CONFIG = ModelConfig(
     vocab_size=512,
-    n_layers=2,
+    n_layers=4,
     d_model=128,
     n_heads=4,
     context_length=64,
     dtype="bfloat16",
-    exits=(ExitConfig(1, router=16),),
+    exits=(ExitConfig(1, router=16), ExitConfig(3, router=16)),
 )
 BATCH = 8
 OPTIONS = EngineOptions(cap=2, buckets=(1, 2)).resolved(CONFIG, BATCH)
