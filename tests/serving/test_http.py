@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from functools import wraps
 
 import httpx
 import numpy as np
 import pytest
+from coroutines import run_by
 from served import STALL, Scripted, said
 
 from eejax.data.tokenizer_export import bytes_definition
@@ -56,6 +56,7 @@ async def serving(build=None, **kwargs):
 
 
 RUNNER = asyncio.Runner()  # of all tests, as a service belongs to one event loop
+run = run_by(RUNNER)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -71,14 +72,6 @@ def service():
     RUNNER.run(made.start())
     yield made
     RUNNER.run(made.stop())
-
-
-def run(test):
-    @wraps(test)
-    def plain(*args, **kwargs):
-        RUNNER.run(asyncio.wait_for(test(*args, **kwargs), 120))
-
-    return plain
 
 
 def text(prompt: bytes, n: int) -> str:

@@ -7,11 +7,12 @@ import os
 import random
 import signal
 import time
-from functools import partial, wraps
+from functools import partial
 
 import pytest
 import served
 from adding import request
+from coroutines import run_by
 from served import DIE, STALL, Scripted, said
 
 from eejax.common.errors import ConfigError
@@ -20,22 +21,13 @@ from eejax.serving import service as s
 from eejax.serving.service import EngineUnavailable, QueueFull, Service, ServiceOptions
 
 RUNNER = asyncio.Runner()  # of all tests, as a service belongs to one event loop
+run = run_by(RUNNER)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loop():
     with RUNNER:
         yield
-
-
-def run(test):
-    """A test that is a coroutine."""
-
-    @wraps(test)
-    def plain(*args, **kwargs):
-        RUNNER.run(asyncio.wait_for(test(*args, **kwargs), 120))
-
-    return plain
 
 
 @pytest.fixture(scope="module")

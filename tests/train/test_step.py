@@ -232,7 +232,7 @@ def test_norms_and_biases_do_not_decay():
 
 
 def test_one_compilation_for_all_steps():
-    mesh, train, now = setup()
+    mesh, train, now = setup(config=CONFIG.replace(dropout=0.1))
     for n in range(4):
         now, _ = train(now, step.put_batch(batch_of(n), mesh))
     assert train._cache_size() == 1
