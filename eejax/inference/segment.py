@@ -97,12 +97,11 @@ class SegmentRunner:
         config, axes, written = self.config, self.weights.axes, []
         for i, p, kv in self._layers(e, kvs):
             before = x
-            x, kv = layers.layer(
+            x, kv = _layer(
                 p,
                 x,
                 config,
                 context,
-                index=i,
                 window=config.window(i),
                 rope=config.rope(i),
                 cache=kv,
@@ -213,6 +212,10 @@ class SegmentRunner:
         if look.e == self.last:
             return emit_final(emission, look, measure), memory
         return emit_early(emission, memory, look, self.config, measure, drafts)
+
+
+# A function of its own in the program: equal layers are traced and lowered once for each shape.
+_layer = jax.jit(layers.layer, static_argnames=("config", "window", "rope", "axes"))
 
 
 def _positions(kvs, block) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -259,7 +259,7 @@ def cudnn_attention(
     return out.reshape(q.shape)
 
 
-class PackedRows(NamedTuple):
+class PackedRows(flax.struct.PyTreeNode):
     """Rows [t] of several requests, one after the other, and their places in a cache of slots.
 
     Rows of a slot have consecutive positions and are cut into spans of at most `width`. Attention
@@ -282,8 +282,8 @@ class PackedRows(NamedTuple):
     position: jax.Array
     first: jax.Array
     spans: jax.Array
-    width: int
-    max_rows: int | None = None
+    width: int = flax.struct.field(pytree_node=False)
+    max_rows: int | None = flax.struct.field(pytree_node=False, default=None)
 
 
 KERNEL_SPAN = 64

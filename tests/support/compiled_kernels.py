@@ -92,7 +92,7 @@ def kernels(run: Callable, *args: Any, capability: int) -> list[Kernel]:
         module = traced.lower(lowering_platforms=("cuda",)).compiler_ir("stablehlo")
     assert module is not None  # lowering to StableHLO always has one
     found = []
-    for op in _operations(module.operation):
+    for op in _operations(module):
         if (packed := _packed(op)) is not None:
             found.append(_kernel(zlib.decompress(packed)))
     return found
@@ -111,12 +111,17 @@ def _packed(op: Any) -> bytes | None:
     return config.value_bytes if target == triton_call.LEGACY else None
 
 
-def _operations(op: Any) -> Iterator[Any]:
-    for region in op.regions:
-        for block in region:
-            for inner in block:
-                yield inner.operation
-                yield from _operations(inner.operation)
+def _operations(module: Any) -> Iterator[Any]:
+    """Operations of `main`, with those of a function at each place that calls it."""
+    functions = {op.attributes["sym_name"].value: op.operation for op in module.body.operations}
+
+    def walk(op: Any) -> Iterator[Any]:
+        for inner in (o.operation for region in op.regions for block in region for o in block):
+            yield inner
+            called = inner.name == "func.call"
+            yield from walk(functions[inner.attributes["callee"].value] if called else inner)
+
+    return walk(functions["main"])
 
 
 def _kernel(message: bytes) -> Kernel:
