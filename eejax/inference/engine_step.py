@@ -1,19 +1,20 @@
 """A step of the early-exit engine, in which every request exits by its own gate.
 
 The model is cut into segments at its exits. An *engine step* runs each segment once, from the
-lowest: it gathers the slots whose newest token needs the segment, with all their rows that wait
-below it, and runs them as one flat batch of rows, padded to the smallest of a few buckets. A
+lowest: it gathers the slots whose oldest undecided row waits below the segment, with all their rows
+that wait there, and runs them as one flat batch of rows, padded to the smallest of a few buckets. A
 request that exits continues with its next token in the next step; one that does not stays at the
-next segment. A segment with few waiting rows may be delayed until more arrive (`schedule`), while
+next segment. A segment that few slots wait for may be delayed until more do (`schedule`), while
 other requests go on. Keys and values stay in place, by slot. Prompts run in chunks, one a step,
 beside the requests that decode.
 
-Tokens that left early wait at their boundary, and go deeper with the next one that does (KV
-recomputation; Bae et al. 2023; EE-LLM, section 4, includes them in every pass). The first exit may
-draft tokens past an undecided one, and one pass of the layers above verifies them, with the same
-keys, values and states (LayerSkip; Elhoushi et al. 2024, section 4.3). A draft is kept if it is
-the token that its emitting exit draws, greedy or sampled, so drafts change no text. Keys and values
-of wrong drafts lie beyond `filled` and are overwritten before any token attends to them.
+Tokens that left early wait at their boundary, and the next token that goes deeper takes them along
+(KV recomputation; Bae et al. 2023; EE-LLM, section 4, includes them in every pass). While a token
+is undecided, the first exit may draft the tokens after it, and one pass of the layers above
+verifies them, with the same keys, values and states (LayerSkip; Elhoushi et al. 2024, section 4.3).
+A draft is kept if it is the token that its emitting exit draws, greedy or sampled, so drafts change
+no text. Keys and values of wrong drafts lie beyond `filled` and are overwritten before any token
+attends to them.
 
 Every request gets the tokens and exits that `posthoc` gives it alone.
 """
@@ -301,20 +302,20 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     def swap(tree, new):
         return (*tree[:e], new, *tree[e + 1 :])
 
-    state = commit_tokens(
-        state.replace(
-            cache=KVCache(
-                swap(state.cache.segments, kvs),
-                swap(state.cache.blocks, block),
-                filled + jnp.where(jnp.arange(n + 1)[None] == e, batch.rows[:, None], 0),
-            ),
-            waiting=swap(state.waiting, above) if e < n else state.waiting,
-            boundary=state.boundary if e < n or state.boundary is None else above,
-            pending=pending,
-            work=_count_work(state.work, e, batch),
-            layers=state.layers + jnp.where(batch.mode == SKIP, 0, end - begin),
-        )
+    state = state.replace(
+        cache=KVCache(
+            swap(state.cache.segments, kvs),
+            swap(state.cache.blocks, block),
+            filled + jnp.where(jnp.arange(n + 1)[None] == e, batch.rows[:, None], 0),
+        ),
+        waiting=swap(state.waiting, above) if e < n else state.waiting,
+        boundary=state.boundary if e < n or state.boundary is None else above,
+        pending=pending,
+        work=_count_work(state.work, e, batch),
+        layers=state.layers + jnp.where(batch.mode == SKIP, 0, end - begin),
     )
+    if options.leaves_early or e == n:  # otherwise the last segment alone decides tokens
+        state = commit_tokens(state)
     moved = (state.position != before[0]) | (state.progress.next_segment != before[1])
     return state.replace(since=jnp.where(moved, state.clock, state.since))
 
