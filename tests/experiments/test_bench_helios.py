@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from controlled import THROUGHPUT, profile
 from launchers import functions_of
-from served import weights
+from tiny_fleets import weights
 
 import eejax
 from eejax.checkpoint.manager import Checkpoints

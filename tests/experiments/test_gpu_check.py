@@ -74,6 +74,7 @@ def settings(tmp_path, **own) -> RunSettings:
     return RunSettings(tmp_path / "out", **(dict(seconds=120.0, small=True) | own))
 
 
+@pytest.mark.slow
 def test_smoke_and_training_on_a_cpu(tmp_path, monkeypatch, capsys, one_device):
     monkeypatch.setenv("XLA_FLAGS", f"{one_device} --xla_backend_optimization_level=0")
     call(CHECK, "--stages=smoke,train", "--small", f"--out={tmp_path}", "--seconds=200")

@@ -39,6 +39,7 @@ def printed(notebook):
     return "".join(o.text for o in outputs(notebook, "stream") if o.name == "stdout")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_quickstart_runs_and_shows_its_figures(repo_root, tmp_path, execute):
     notebook = read(repo_root, "quickstart")
@@ -76,6 +77,7 @@ def test_exits_and_gates_shows_a_run_in_colors_and_curves(repo_root, tmp_path, s
         assert float(agreement.strip("%")) >= 95 and 1 <= float(depth) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_routers_calibrates_and_writes(repo_root, tmp_path, eejax_data, execute):
     text = tmp_path / "text.txt"

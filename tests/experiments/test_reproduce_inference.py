@@ -364,6 +364,7 @@ def test_shares_of_a_layer_worked_by_hand(monkeypatch):
     assert rows[1]["pipelined"] == rows[1]["recompute"] == pytest.approx(full / one)
 
 
+@pytest.mark.slow
 def test_texts_that_differ_are_told_from_near_ties(model, monkeypatch):
     prompts, n = [list(b"exit")], 12
     ((first,),) = results_of(model, prompts, [1.0], n)

@@ -173,6 +173,7 @@ def measured(member, texts):
     return measure(member, texts[:4], batches, slots=2, context=96, new=8)
 
 
+@pytest.mark.slow
 def test_who_leaves_in_the_middle_has_answered(small_run):
     """At a stop string requests are aborted: what they had is evaluated, and audited."""
     model = load_run(small_run)

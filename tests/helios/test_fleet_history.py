@@ -14,7 +14,7 @@ import pytest
 from adding import add
 from controlled import profile, telemetry
 from launchers import call
-from served import TinyFleet
+from tiny_fleets import TinyFleet
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.common.progress import LOG
@@ -70,6 +70,7 @@ def cut(large: FleetMember, small: FleetMember) -> FleetMember:
     return dataclasses.replace(small, params=params)
 
 
+@pytest.mark.slow
 def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     """The larger of two models is the best; the other one is its first layers."""
     path, members = tmp_path / "helios.db", TinyFleet().members()

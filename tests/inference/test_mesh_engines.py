@@ -301,6 +301,7 @@ OTHER = CONFIG.replace(
 )
 
 
+@pytest.mark.slow
 def test_another_model_on_a_mesh_equals_posthoc_on_one_device():
     kwargs = dict(threshold=[[0.2, 0.1]], gate=["max_probability"])
     check_any_model(OTHER, ENGINES["recompute"], "1x4", prompts(0, [12]), kwargs)

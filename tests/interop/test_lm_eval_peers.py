@@ -56,6 +56,7 @@ def server(small_run):
     process.stderr.close()
 
 
+@pytest.mark.slow
 def test_the_server_answers_lm_evals_own_client(server, own_tasks, small_run):
     for package in ("aiohttp", "tenacity"):
         pytest.importorskip(package, reason="needs lm-eval's extra 'api'")

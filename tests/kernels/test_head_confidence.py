@@ -82,14 +82,9 @@ def assert_near(got: Confidence, y, bound: float) -> None:
     assert (lost == 0).mean() >= 0.9
 
 
-def drawn(spec, seed: int) -> tuple:
-    """Arguments, by a program that is compiled once for each spec."""
-    return jax.jit(spec.draw)(jax.random.key(seed))
-
-
 @small(SPECS)
 def test_kernels_beside_float64(spec, interpreted):
-    args = drawn(spec, 1)
+    args = spec.args(1)
     got = jax.jit(partial(spec.run, implementation="interpreter"))(*args)
     y = exact_logits(spec.options["options"], *args)
     # Logits are sums of terms of order 1 with a standard deviation of 2, before the temperature.
@@ -98,7 +93,7 @@ def test_kernels_beside_float64(spec, interpreted):
 
 @small(SPECS)
 def test_the_reference_beside_float64(spec):
-    args = drawn(spec, 2)
+    args = spec.args(2)
     got = jax.jit(partial(spec.run, implementation="reference"))(*args)
     y = exact_logits(spec.options["options"], *args)
     assert_near(got, y, 4 * ROUNDING[args[0].dtype.name])

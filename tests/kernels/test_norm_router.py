@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +32,7 @@ def exact(options: NormOptions, x, scale, bias, down, up, up_bias, threshold):
 @small(SPECS, late="64x512x64")
 def test_kernels_beside_float64(spec, interpreted):
     args = spec.args(1)
-    got = spec.run(*args, implementation="interpreter")
+    got = jax.jit(partial(spec.run, implementation="interpreter"))(*args)
     want = exact(spec.options["options"], *args)
     # A confidence moves by a quarter of what its logit does, a sum of as many rounded terms.
     bound = 4 * ROUNDING[args[0].dtype.name]
@@ -45,7 +47,7 @@ def test_kernels_beside_float64(spec, interpreted):
 @small(SPECS)
 def test_the_reference_beside_float64(spec):
     args = spec.args(2)
-    got = spec.run(*args, implementation="reference")
+    got = jax.jit(partial(spec.run, implementation="reference"))(*args)
     want = exact(spec.options["options"], *args)
     bound = 4 * ROUNDING[args[0].dtype.name]
     assert np.abs(np.asarray(got.confidence) - want).max() < bound

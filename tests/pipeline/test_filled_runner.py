@@ -104,6 +104,7 @@ def test_exits_are_distilled_in_filled_bubbles():
     compare(got, jax.jit(jax.grad(loss))(value))
 
 
+@pytest.mark.slow
 def test_on_real_text_the_gradient_is_unbiased_and_less_noisy(eejax_data):
     """Over 200 draws of microbatches the mean gradient is that of the text within 3 standard
     errors, and its variance below that of the whole microbatches alone (Proposition C.2)."""

@@ -148,6 +148,7 @@ def test_what_is_under_way_is_answered_before_the_end(served):
     assert rest[-1] == "data: [DONE]" and '"finish_reason":"length"' in rest[-2]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(model):
     asked = dict(model="m", prompt="def f(", max_tokens=57, ignore_eos=True, n=16)
 

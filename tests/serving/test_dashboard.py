@@ -9,7 +9,8 @@ import time
 
 import httpx
 import pytest
-from served import CONFIG, STALL, said, serving
+from served import CONFIG, STALL, said
+from server_threads import serving
 
 from eejax.helios.choices import Decision, ModelDepth
 from eejax.helios.report import FleetReport

@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from adding import request
 from launchers import call
-from served import FLEET, Scripted, TinyFleet, serving
+from served import Scripted
+from server_threads import serving
+from tiny_fleets import FLEET, TinyFleet
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer

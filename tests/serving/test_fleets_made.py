@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 from adding import add
-from served import FLEET, TinyFleet, weights
+from tiny_fleets import FLEET, TinyFleet, weights
 
 from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import ConfigError, DataError

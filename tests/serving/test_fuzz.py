@@ -10,7 +10,8 @@ import pytest
 import requests
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from served import Scripted, serving
+from served import Scripted
+from server_threads import serving
 
 from eejax.serving.models import ServedModel
 

@@ -9,7 +9,8 @@ import time
 
 import httpx
 import pytest
-from served import STALL, said, serving
+from served import STALL, said
+from server_threads import serving
 
 
 @pytest.fixture(scope="module")
