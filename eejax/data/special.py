@@ -1,7 +1,7 @@
 """Special tokens in text: recognise them in templates, and keep users from writing them.
 
 A chat template writes special tokens by their names. A `Shield` puts a `MARK` into every such name
-in text of users, and `parts` removes the marks once the template's own names were found.
+in the users' text, and `parts` removes the marks once the template's own names were found.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tokenization of documents in several processes, in the documents' own order.
 
-The processes run this module and nothing of the caller's: not its main module, which may have no
-guard against being imported again, nor JAX, which only one process may use on some devices. They
-end with the process that started them, because their standard input does.
+The worker processes import only this module. They do not import the caller's main module, which may
+lack a guard against being imported again, nor JAX, because only one process may use some devices.
+They end with the process that started them, because their standard input does.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Gates: confidences by which a token leaves at an exit."""
+"""Gates: they compute the confidence that decides whether a token leaves at an exit."""

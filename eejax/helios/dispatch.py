@@ -1,7 +1,7 @@
 """Dispatch of requests to models and of models to the device, without a device.
 
-A pool carries it out: `FleetPool` with models, the simulator with recorded ones. Both are directed
-from here, so that a simulation makes the decisions of a server.
+A pool carries it out: `FleetPool` with models, the simulator's with recorded ones. Both take their
+decisions from here, so that a simulation decides as a server does.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Cost of serving: joules, where the machine counts them, and compute work.
 
 A GPU counts its own energy (NVML), a processor that of its packages (RAPL). Compute work,
-operations and bytes, is not energy and is never called so: it tells which of two ways to serve does
-less.
+operations and bytes, is not energy and is never called so: it only shows which of two
+configurations does less work.
 """
 
 from __future__ import annotations

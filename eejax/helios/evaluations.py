@@ -1,4 +1,4 @@
-"""Evaluations of models while they serve: those that run, and the outcome of their answers."""
+"""State of the evaluations that run while models serve, and the outcome of their answers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Performance over prompts, with marks for the decisions of a fleet.
 
-HELIOS (Kumar et al., 2025), Figures 13, 14 and 16: throughput, time to first token and perplexity
-over the number of the prompt, with vertical lines for reassessments, LD where more layers of a
-model are loaded, and SW where another model takes over.
+HELIOS (Kumar et al., 2025), Figures 13, 14 and 16: throughput, time to first token and perplexity,
+plotted against the prompt's number, with vertical lines for reassessments, LD where more layers of
+a model are loaded, and SW where another model takes over.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Transitions of the controller: the next state and the decision for each event.
 
-HELIOS (Kumar et al., 2025), section 3. Where its Algorithm 1 and its text differ, this follows the
-text: the counter of confidence breaches covers a window of tokens.
+HELIOS (Kumar et al., 2025), section 3. Its Algorithm 1 and its text differ; this module follows the
+text, and counts breaches in a sliding window of tokens.
 
 A function is named for its event. It takes the state, the time of the event in seconds and its
 details, and returns a `Transition`. It is pure: it touches no clock, device, file or thread, and

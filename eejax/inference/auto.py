@@ -1,5 +1,4 @@
-"""Generation whose exits are turned off where they do not pay, so that it is never slower than
-without."""
+"""Generation that measures whether its exits pay, and turns them off while they do not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Simulator of the early-exit engine: its schedule on recorded exits, with measured costs.
 
 The decisions are the engine's own (`schedule`); the exits of each token are read from a trace. So
-the numbers of segments, buckets and spans that run are exactly the engine's. Only their seconds are
-a model: `StepCosts`, fitted to runs of the engine itself.
+the numbers of segments, buckets and spans that run are exactly the engine's. Only the times are
+modelled, by `StepCosts`, fitted to runs of the engine itself.
 """
 
 from __future__ import annotations

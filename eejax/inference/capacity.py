@@ -1,7 +1,7 @@
 """Memory of engines, from shapes alone: how many requests a budget holds.
 
 HELIOS (Kumar et al., 2025) loads a prefix of a model's layers so that more requests fit beside it.
-The count has what stays on the device between steps: the weights and the state of an
+The count includes what stays on the device between steps: the weights and the state of an
 `EarlyExitEngine`. A budget has to leave room for what comes on top: temporary buffers of a step,
 compiled programs and gaps of the allocator.
 """

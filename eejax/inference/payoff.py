@@ -1,4 +1,4 @@
-"""Measuring while serving whether exits pay, so that they never make anything slower."""
+"""Measuring while serving whether exits pay, so that they are turned off while they do not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Early-exit decoding on a pipeline of stages (EE-LLM, section 4 and Appendix D.3).
 
 A token runs through the stages in order. Where its gate fires it is emitted, and the first stage
-starts the next token while later stages still compute the old one's keys and values. So none is
-missing, nothing is computed twice, and tokens and exits equal those of `posthoc`.
+starts the next token while later stages still compute the old one's keys and values. So every layer
+has the keys and values of every token and computes them once, and tokens and exits equal those of
+`posthoc`.
 
 Decoding is one compiled loop of ticks. In a tick every stage runs one part of its layers
 (`StagedModel.ends`) for the token that each request has there. Then all stages exchange what was

@@ -1,11 +1,11 @@
 """Early-exit decoding with state propagation, in which no token waits.
 
 A token that leaves at an exit gets its keys and values in all deeper layers at once, from the state
-at that exit (CALM; Schuster et al. 2022, section 3.1): of each deeper layer, only the norm and the
-projections to keys and values are run. Later tokens attend to these approximations or, with
+at that exit (CALM; Schuster et al. 2022, section 3.1): each deeper layer runs only its norm and its
+projections to keys and values. Later tokens attend to these approximations or, with
 `EngineOptions.propagate` = "mask", do not attend to such a token in the layers that it skipped. So
-this is the one engine whose texts may differ from those of `posthoc`, wherever a token left early.
-A request's text does not depend on the other requests of its batch.
+this is the one engine with early exits whose texts may differ from those of `posthoc`. A request's
+text does not depend on the other requests of its batch.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Request scheduling over the slots of an engine: join, leave, abort and preempt.
 
 The host decides once a step, while the device still works on the step before: a step dispatches the
-engine's next call, then reads what the previous call emitted. So the end of a request is known one
-call late, and its slot is free from the next call on. Within a call the engine itself ends the
-request.
+engine's next call, then reads what the previous call emitted. The scheduler therefore learns one
+call late that a request has ended, and its slot is free from the next call on. The engine itself
+stops such a request within the call.
 """
 
 from __future__ import annotations

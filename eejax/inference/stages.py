@@ -1,7 +1,7 @@
 """A model on pipeline stages for decoding: its weights, and a stage's share of a pass.
 
-The layers of a stage are cut into parts at the exits above them, so that an exit emits as soon as
-its own layers are done. For the same reason, an exit between two stages belongs to the lower one.
+A stage is cut into parts at its exits, so that an exit can emit as soon as the layers below it have
+run. For the same reason, an exit between two stages belongs to the lower one.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 The tokens are taken in chunks by `kernels.linear_cross_entropy.chunks`. When the loss is
 differentiated, the forward pass turns each chunk's logits into the gradients of the hidden states
 and of the table on the spot (the logits' gradient needs nothing from the backward pass but one
-scalar factor), so that the backward pass only scales. That is three matrix products per exit, as
-plain autodiff needs, against four when logits are recomputed, and the memory of one chunk of
-logits. Do not put it under `jax.checkpoint`, which would run it twice for nothing.
+scalar factor), so that the backward pass only scales. This takes three matrix products for each
+exit, as plain autodiff does; recomputing the logits would take four. Only one chunk of logits
+exists at a time. Do not wrap the loss in `jax.checkpoint`: it would run twice.
 
 On GPUs a chunk's costs and gradient are those of the kernels, except for exits that are distilled.
 """

@@ -2,8 +2,8 @@
 
 Stage i (from 0) begins with P - i forward passes, alternates, and ends with P - i backward passes;
 an operation begins when its inputs are there and its stage is free. At most P - i microbatches are
-in flight on a stage. This is simulated and never run: a stage that waits for single messages has no
-counterpart in a program that is the same on every device.
+in flight on a stage. This is simulated and never run: all devices run one program in common steps,
+so no stage can wait for a single message.
 """
 
 from __future__ import annotations

@@ -22,14 +22,15 @@ class PipelineConfig:
       schedule: "1f1b" or "gpipe".
       exits: when early exits at the beginning of a stage are computed (`schedule.one_f_one_b`).
         "mixed" takes no time and no memory in most models, "aligned" no time, "deferred" no memory.
-        Exits that are distilled are always deferred.
+        Exits that are distilled are always deferred, and "aligned" is refused for them.
       layers: layers of each stage: "even", "balanced" by work, exits included, or a number for each
         stage. With train.remat "none" every stage takes as long as the one with the most layers.
       placement: whether an exit between two stages is computed at the beginning of the "later" or
         the end of the "earlier" one.
-      fill: computes some of a step's microbatches in the bubbles of the others, with a part of the
-        exits ("part1"), of the backward pass ("part2"), or "both" (EE-LLM, Appendix C.2). The
-        gradient stays unbiased. "mixed" exits are deferred if more microbatches fit that way.
+      fill: computes some microbatches in the bubbles of the others. Those of "part1" visit only the
+        first stages, those of "part2" go back through only the last ones, and "both" inserts both
+        kinds (EE-LLM, Appendix C.2). The gradient stays unbiased. "mixed" exits are deferred if the
+        simulated step is shorter that way.
       backward_cost: time of a layer's backward pass over that of its forward pass, from which the
         number of microbatches that fit is computed.
     """

@@ -3,23 +3,23 @@
 Part 1: while the first stages wait for their first backward pass, further microbatches go forward
 through them alone, up to an early exit, and back. Part 2: while the last stages wait for the end,
 further microbatches go forward through all stages and back through the last ones alone. Neither
-makes an iteration longer; both make its gradient less noisy. By the paper's count, microbatch i
-of K = floor((P - 1) / (f/b + 1)) goes through the first K + 1 - i stages in Part 1 and back through
-the last floor(P - i (f/b + 1)) in Part 2, where f and b are the times of a stage's passes.
+lengthens the iteration; both make its gradient less noisy. By the paper's count, microbatch i of K
+= floor((P - 1) / (f/b + 1)) goes through the first K + 1 - i stages in Part 1 and back through the
+last floor(P - i (f/b + 1)) in Part 2, where f and b are the times of a stage's passes.
 
-In the lockstep table 1F1B leaves the backward pass of the first steps free and the forward pass of
-the last ones. Part 1's forward passes have steps of their own between the others; its backward
+In the lockstep table of 1F1B, the first steps have no backward pass and the last steps have no
+forward pass. Part 1's forward passes have steps of their own between the others; its backward
 passes come before those of the other microbatches.
 
-Part 2 needs no more steps to begin with, but its forward passes must not meet the last gradients on
-their way down, which nothing may hold up. Let q count stages from the last one and h steps from the
-first in which no whole microbatch goes forward, so that the last gradient passes q at h = q. The
-inserted microbatch j (from 0) goes forward in the steps without gradients up to stage q = j, waits
-there until that gradient has passed, and goes on at h = 2j - q + 1; its backward pass is at
-h = 2j + q + 2. After the last gradient a stage then alternates between a forward pass, after which
-it exchanges with the stage above, and a backward pass, after which it exchanges with the stage
-below. With links for these exchanges alone, no stage waits for a neighbour that sends nothing, and
-with equal stages all of the paper's K microbatches fit, in at most K steps more than 1F1B's.
+A forward pass of Part 2 must not share a step with the last gradient, because that would delay it.
+Let q be a stage counted from the last, and h a step counted from the first one without a forward
+pass of a whole microbatch. The last gradient passes stage q at h = q. The inserted microbatch j
+(from 0) goes forward in the steps without gradients up to stage q = j, waits there until that
+gradient has passed, and goes on at h = 2j - q + 1; its backward pass is at h = 2j + q + 2. After
+the last gradient a stage then alternates between a forward pass, after which it exchanges with the
+stage above, and a backward pass, after which it exchanges with the stage below. With links for
+these exchanges alone, no stage waits for a neighbour that sends nothing, and with equal stages all
+of the paper's K microbatches fit, in at most K steps more than 1F1B's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engine requests for requests in OpenAI's form, and the deltas of their answers."""
+"""Conversion of requests in OpenAI's form to engine requests, and of outputs to answer deltas."""
 
 from __future__ import annotations
 

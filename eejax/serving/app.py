@@ -1,4 +1,4 @@
-"""The server's application, for OpenAI's clients: completions, chats, and the rest."""
+"""The FastAPI application: routes, error handlers and middleware."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class FleetConfig:
       options: options of the fleet's `Controller`.
       repository: an SQLite file with measurements, from which a fleet continues; by default they
         are kept in memory.
-      audits: share of the answers that their whole model judges again.
+      audits: share of the answers that are judged again, as `quality` says.
       quality: the measure of accuracy. best, or best:NAME: the share of tokens that the largest
         model, or the named one, would have chosen; judge:PATH: the perplexity of the answers under
         a model that is not served; benchmark, or benchmark:TASK,...: scores that were imported with

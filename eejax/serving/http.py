@@ -1,4 +1,4 @@
-"""Shared parts of routes: limits, errors in OpenAI's form, and streams of events."""
+"""Shared parts of routes: limits, errors in OpenAI's form, disconnects, and event streams."""
 
 from __future__ import annotations
 

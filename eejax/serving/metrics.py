@@ -132,12 +132,7 @@ class ServerMetrics:
 
 
 class ChoiceMetrics:
-    """Times and tokens of one choice.
-
-    Attributes:
-      begin: arrival of its request, by the clock.
-      prompt: prompt tokens, counted with the first choice.
-    """
+    """Times and tokens of one choice."""
 
     def __init__(
         self,
@@ -148,6 +143,12 @@ class ChoiceMetrics:
         *,
         clock: Callable[[], float] = time.monotonic,
     ):
+        """Begin to measure.
+
+        Args:
+          begin: arrival of its request, by the clock.
+          prompt: prompt tokens, counted with the first choice.
+        """
         self._metrics, self._model, self._clock = metrics, model, clock
         self._begin, self._last, self._prompt = begin, None, prompt
 

@@ -1,7 +1,7 @@
 """Requests to an engine in a process of its own: admission, streaming and cancellation.
 
-A `Service` has one engine process and starts another when it ends. A request receives everything as
-outputs; whatever happens to the engine, the last output says how the request ended.
+A `Service` runs one engine process and restarts it if it ends. All results of a request arrive as
+outputs; whatever happens to the engine, the last one says how the request ended.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ServiceOptions:
     """Options of a service.
 
     Attributes:
-      waiting: maximum number of requests that wait for a slot.
+      waiting: maximum number of choices and scored prompts beyond those that the slots hold.
       steps: engine steps between two reads of new requests. Fewer steps answer sooner, more give
         more tokens a second.
       first_pause: seconds before the first restart of an engine, doubled each time.

@@ -1,7 +1,7 @@
 """Facts about the model that a run begins with: another run's, or a pretrained one's.
 
-`with_base` builds the experiment: the model and the tokenizer, which the base fixes, come from
-there. A run writes these facts into its workdir, so that it resumes without its base.
+`with_base` builds the experiment: it takes the model and the tokenizer from the base. A run writes
+these facts into its workdir, so that it resumes without its base, unless only exits are trained.
 `train.base_weights` reads the weights.
 """
 

@@ -88,13 +88,13 @@ class ExitWeights:
 
     The schedules are those of EE-LLM, Appendix C.1. A curriculum (LayerSkip, section 4.1) selects
     the exits that have a loss at a step; the others have the weight 0, and their heads cost no
-    time. Weights are not increased for it.
+    time. The curriculum does not raise the other exits' weights to compensate.
 
     Attributes:
       weights: one for each early exit, at the end of the schedule.
       kind: "constant", "linear" or "cosine".
       initial: weights at the beginning of the schedule.
-      steps: steps from `initial` to `weights` (0: the whole run).
+      steps: steps from `initial` to `weights` (0: from `begin` to the end of the run).
       begin: the step at which the schedule begins.
       curriculum: "none": all exits have a loss. "rotating": every `rotation`-th exit in turns.
         "gradual": the deepest exit first, and one more after the other in the first half of the
@@ -151,8 +151,8 @@ class ExitWeights:
 class TrainConfig:
     """Length of a run, size of its batches, and intervals of its reports and checkpoints.
 
-    An interval of 0 switches a report off, but a run always ends with an evaluation and a
-    checkpoint.
+    An interval of 0 switches evaluations, or checkpoints, within the run off. A run always ends
+    with a checkpoint and, if it was not stopped and has held-out text, with an evaluation.
 
     Attributes:
       steps: steps of the run.

@@ -1,4 +1,4 @@
-"""Device memory of a training step: estimated from shapes, and as XLA compiled it.
+"""Device memory of a training step: an estimate from shapes, and XLA's figures for the program.
 
 Nothing is allocated and no device is needed for the estimate. The activations between the forward
 and the backward pass do not come from a formula: they are what `jax.vjp` of the loss keeps,
