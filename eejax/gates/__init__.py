@@ -1,1 +1,1 @@
-"""Gates: they compute the confidence that decides whether a token leaves at an exit."""
+"""Gates: confidences that decide whether a token leaves at an exit."""

@@ -1,4 +1,4 @@
-"""Measuring while serving whether exits pay, so that they are turned off while they do not."""
+"""Measurement, while serving, of whether exits pay; they are turned off while they do not."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class ExitWeights:
 
     The schedules are those of EE-LLM, Appendix C.1. A curriculum (LayerSkip, section 4.1) selects
     the exits that have a loss at a step; the others have the weight 0, and their heads cost no
-    time. The curriculum does not raise the other exits' weights to compensate.
+    time. The weights of the selected exits are not raised to compensate.
 
     Attributes:
       weights: one for each early exit, at the end of the schedule.
@@ -151,8 +151,8 @@ class ExitWeights:
 class TrainConfig:
     """Length of a run, size of its batches, and intervals of its reports and checkpoints.
 
-    An interval of 0 switches evaluations, or checkpoints, within the run off. A run always ends
-    with a checkpoint and, if it was not stopped and has held-out text, with an evaluation.
+    An interval of 0 switches off evaluations or checkpoints within the run. A run always ends with
+    a checkpoint and, if it was not stopped and has held-out text, with an evaluation.
 
     Attributes:
       steps: steps of the run.
