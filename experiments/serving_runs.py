@@ -1,4 +1,4 @@
-"""Servers in processes of their own, and clients that keep them busy."""
+"""Servers in processes of their own or in a thread, and clients that keep them busy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -14,8 +15,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from eejax.serving.http import HttpOptions
+    from eejax.serving.messages import Build
+    from eejax.serving.service import Service, ServiceOptions
 
 
 @contextlib.contextmanager
@@ -60,6 +67,62 @@ def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, 
             process.kill()  # does nothing if it has ended
             process.wait()
             reading.join()
+
+
+@contextlib.contextmanager
+def server_in_thread(
+    build: Build,
+    options: ServiceOptions,
+    http: HttpOptions | None = None,
+    wait: float = math.inf,
+) -> Iterator[tuple[str, Service]]:
+    """Serve a model as "m" in a thread of this process; yield (address, service).
+
+    Its engine has a process of its own.
+
+    Raises:
+      RuntimeError: if the server does not start within `wait` seconds, or does not end within 60.
+    """
+    import uvicorn
+
+    from eejax.serving.app import app
+    from eejax.serving.metrics import ServerMetrics
+    from eejax.serving.service import Service
+
+    found, begun = {}, threading.Event()
+
+    async def serve() -> None:
+        metrics = ServerMetrics()
+        service = Service(build, options, watch=metrics.watch("m"))
+        try:
+            await service.start()
+            api = app({"m": service}, http, metrics)
+            config = uvicorn.Config(api, port=0, log_level="error", lifespan="off")
+            server = uvicorn.Server(config)
+            server.capture_signals = contextlib.nullcontext  # signals are the main thread's
+            running = asyncio.create_task(server.serve())
+            while not server.started:
+                await asyncio.sleep(0.01)
+            port = server.servers[0].sockets[0].getsockname()[1]
+            found.update(address=f"http://127.0.0.1:{port}", service=service, server=server)
+            begun.set()
+            await running
+        finally:
+            await service.stop()
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    thread.start()
+    until = time.monotonic() + wait
+    while not begun.wait(0.1):
+        if not thread.is_alive() or time.monotonic() > until:
+            raise RuntimeError("the server did not start; the log says why, or time was up")
+    try:
+        yield found["address"], found["service"]
+    finally:
+        found["server"].should_exit = True
+        thread.join(60)
+    if thread.is_alive():
+        raise RuntimeError("the server did not end within 60 seconds")
 
 
 @dataclasses.dataclass

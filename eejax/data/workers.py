@@ -1,6 +1,6 @@
 """Tokenization of documents in several processes, in the documents' own order.
 
-The worker processes import only this module. They do not import the caller's main module, which may
+The worker processes run this module alone. They do not import the caller's main module, which may
 lack a guard against being imported again, nor JAX, because only one process may use some devices.
 They end with the process that started them, because their standard input does.
 """

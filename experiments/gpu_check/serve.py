@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -89,9 +88,13 @@ def run(check: StageCheck) -> None:
 
 def by_server(check: StageCheck, setup: ServeSizes) -> None:
     """Measure the speed and latency that clients of a server see."""
+    from eejax.experiments.serving_runs import server_in_thread
+    from eejax.serving.service import ServiceOptions
+
+    options, wait = ServiceOptions(steps=setup.steps, grace=1.0), START * check.seconds_left
     with contextlib.ExitStack() as server:
-        served = serving(RandomModelBuilder(setup), setup.steps, START * check.seconds_left)
-        address = check.measure("address", lambda: server.enter_context(served))
+        served = server_in_thread(RandomModelBuilder(setup), options, wait=wait)
+        address = check.measure("address", lambda: server.enter_context(served)[0])
         if address is not None:
             for name, threshold in (("no exits", 1.0), ("half leave early", 0.0)):
                 check.measure(name, partial(measure_clients, setup, address, threshold))
@@ -168,51 +171,3 @@ def alone(setup: ServeSizes) -> dict[str, float]:
         scheduler = Scheduler(built.engine, steps=setup.steps)
         seconds, _ = through_scheduler(scheduler, clients, policy)
     return dict(tokens_per_second=tokens / seconds)
-
-
-@contextlib.contextmanager
-def serving(build: RandomModelBuilder, steps: int, wait: float) -> Iterator[str]:
-    """Serve a model as "m" in a thread, its engine in a process of its own; yield the address.
-
-    Raises:
-      RuntimeError: if it does not start within `wait` seconds.
-    """
-    import uvicorn
-
-    from eejax.serving.app import app
-    from eejax.serving.metrics import ServerMetrics
-    from eejax.serving.service import Service, ServiceOptions
-
-    found, begun = {}, threading.Event()
-
-    async def serve() -> None:
-        metrics = ServerMetrics()
-        options = ServiceOptions(steps=steps, grace=1.0)
-        service = Service(build, options, watch=metrics.watch("m"))
-        try:
-            await service.start()
-            api = app({"m": service}, None, metrics)
-            config = uvicorn.Config(api, port=0, log_level="error", lifespan="off")
-            server = uvicorn.Server(config)
-            server.capture_signals = contextlib.nullcontext  # signals are the main thread's
-            running = asyncio.create_task(server.serve())
-            while not server.started:
-                await asyncio.sleep(0.01)
-            port = server.servers[0].sockets[0].getsockname()[1]
-            found.update(address=f"http://127.0.0.1:{port}", server=server)
-            begun.set()
-            await running
-        finally:
-            await service.stop()
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
-    thread.start()
-    until = time.monotonic() + wait
-    while not begun.wait(0.1):
-        if not thread.is_alive() or time.monotonic() > until:
-            raise RuntimeError("the server did not start; the log says why, or time was up")
-    try:
-        yield found["address"]
-    finally:
-        found["server"].should_exit = True
-        thread.join(60)
