@@ -455,7 +455,7 @@ def equal(rows: dict, statics: list) -> dict:
     }
     for kind, is_enough in enough.items():
         rates = {n: rows[n]["tokens_per_s"] for n in statics if is_enough(rows[n])}
-        best = max(rates, key=rates.get, default=None)
+        best = max(rates, key=lambda n: rates[n], default=None)
         if best is None:
             found[f"at_equal_{kind}"] = None
             continue

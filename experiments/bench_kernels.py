@@ -305,6 +305,7 @@ def decode_step(batch: int) -> dict:
 
     from eejax import analysis
     from eejax.inference import Generator, generate
+    from eejax.inference.decoding import decode, default_plan
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import RequestRows
@@ -316,7 +317,9 @@ def decode_step(batch: int) -> dict:
     exits = tuple(ExitConfig(n, head="tied", router=128) for n in sizes.pop("boundaries"))
     config = ModelConfig(exits=exits, dtype="bfloat16", context_length=512, **sizes)
     generator = Generator.make(params.init(config, jax.random.key(0)), config, "recompute")
-    weights, own = generator.weights, dict(config=config, options=generator.options)
+    options, slots = generator.slots_for(batch)
+    weights, own = generator.weights, dict(config=config, options=options)
+    plan, steps = default_plan(config, options, slots), np.int32(NEW)
     prompt = np.arange(batch * 32, dtype=np.int32).reshape(batch, 32) % config.vocab_size
     # Untrained routers have a confidence of about a half.
     policy = ExitPolicy.make(config, batch, 0.5, gate="router")
@@ -325,17 +328,17 @@ def decode_step(batch: int) -> dict:
     )
 
     def begin():
-        return generate.prefill(weights, prompt, request, length=128, **own)[0]
+        return generate.prefill(weights, plan, prompt, request, length=128, **own)[0]
 
     programs, told = [], dict(batch=batch)
     for which in (kernel() if _SMOKE.value else None, "reference"):
         with call.implementation(which):
-            programs.append(generate.decode.lower(weights, begin(), n=NEW, **own).compile())
+            programs.append(decode.lower(weights, begin(), steps, size=NEW, **own).compile())
     states, layers = {}, {}
 
     def run(which: int):
         def one(_):
-            _, record = programs[which](weights, states.pop("next"))
+            _, record = programs[which](weights, states.pop("next"), steps)
             layers[which] = np.asarray(record.layers)
 
         return one

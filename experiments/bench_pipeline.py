@@ -127,7 +127,7 @@ def policies(scale: int, parts) -> list[dict]:
     Times are of operations as measured with remat "none". "full" runs the layers once more; the
     parts that "dots" repeats, which make an exit's share smaller, are not counted.
     """
-    from eejax.pipeline.costs import memory_vs_1f1b
+    from eejax.experiments.stage_memory import memory_vs_1f1b
 
     layers, rows = (LAYERS,) * STAGES, []
     boundaries = tuple(LAYERS * i for i in EXIT_STAGES)

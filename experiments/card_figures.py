@@ -38,7 +38,7 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
     Returns:
       a function for `hlo_cost.estimate`.
     """
-    from eejax.analysis import hlo, hlo_cost
+    from eejax.experiments import hlo, hlo_cost
     from eejax.inference.schedule import IN_PLACE
 
     gone, begun = [False], [kind == "recompute" and batch == 1]
@@ -117,7 +117,7 @@ def scores(program: Any, length: int, config: Any, one_query: bool = False) -> i
 
     The statistics of each row's softmax that cuDNN's attention writes do not count.
     """
-    from eejax.analysis import hlo
+    from eejax.experiments import hlo
 
     calls = [i for part in program.computations.values() for i in part if i.op == "custom-call"]
     known = " ".join(i.type for i in calls if (i.target or "").startswith(hlo.ATTENTION))
@@ -139,7 +139,7 @@ def weights_written(program: Any, body: str, config: Any) -> int:
     They are copies: a matrix in another order, or padded to a multiple of 64 columns or rows. Such
     work belongs where a model is loaded, once.
     """
-    from eejax.analysis import hlo
+    from eejax.experiments import hlo
 
     d, f = config.d_model, config.d_ff
     widths = {n * k for n in (f, -(-f // 64) * 64) for k in (1, 2)}  # gate and up may be one
@@ -157,7 +157,7 @@ def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
     Returns:
       figures by name: bytes, numbers of launches, and estimates in ms.
     """
-    from eejax.analysis import hlo, hlo_cost
+    from eejax.experiments import hlo, hlo_cost
 
     program = hlo.parse(made.text)
     loops = one.kind not in ("prompts", "training")

@@ -114,13 +114,14 @@ def decoding(
     import numpy as np
 
     from eejax.common.trees import nbytes
+    from eejax.experiments import aot
     from eejax.inference import decoding, generate
     from eejax.inference.options import EngineOptions, engine_config
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.sampling import SamplingParams
     from eejax.inference.state import RequestRows
     from eejax.inference.weights import prepare
-    from eejax.kernels import aot, call
+    from eejax.kernels import call
     from eejax.models import params
 
     options = EngineOptions(engine) if options is None else options
@@ -166,9 +167,8 @@ def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[A
     import jax
 
     from eejax.inference.decoding import default_plan
-    from eejax.inference.engine_step import PROMPT_SPAN
+    from eejax.inference.engine import slot_cache_length
     from eejax.inference.options import engine_config
-    from eejax.inference.segment_branches import SPAN
     from eejax.inference.state import blank
     from eejax.inference.weights import prepare
     from eejax.kernels import call
@@ -186,8 +186,7 @@ def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[A
             config=config,
             options=options,
             slots=slots,
-            # As in `EarlyExitEngine.start`.
-            length=context + max(SPAN, options.cap, min(PROMPT_SPAN, options.chunk)),
+            length=slot_cache_length(context, options),
             context=context,
         )
         return weights, jax.eval_shape(start, weights), options
@@ -207,9 +206,9 @@ def slots(card, config, *, slots: int, cache: int, options: Any = None):
     import jax.numpy as jnp
 
     from eejax.common.trees import nbytes
+    from eejax.experiments import aot
     from eejax.inference import decoding
     from eejax.inference.options import EngineOptions, engine_config
-    from eejax.kernels import aot
 
     options = EngineOptions() if options is None else options
     weights, state, options = slot_shapes(card, config, slots, cache, options)
@@ -257,7 +256,7 @@ def training(card, config, *, batch: int, remat: str = "dots", microbatches: int
     from jax.sharding import NamedSharding
     from jax.sharding import PartitionSpec as P
 
-    from eejax.kernels import aot
+    from eejax.experiments import aot
     from eejax.sharding import mesh as meshes
     from eejax.train import state
     from eejax.train.flops import model_flops_per_token
@@ -279,7 +278,7 @@ def documents(card, config, *, batch: int):
     import jax
     import jax.numpy as jnp
 
-    from eejax.kernels import aot
+    from eejax.experiments import aot
     from eejax.losses.multi_exit import multi_exit_loss
     from eejax.models import params
 

@@ -196,7 +196,8 @@ class _FlagType:
             return flags.DEFINE_string(name, None if default is None else str(default), text)
         make = flags.DEFINE_integer if self.scalar is int else flags.DEFINE_float
         # The declaration checks open ends of a range.
-        return make(name, default, text, lower_bound=self.limits.ge, upper_bound=self.limits.le)
+        bounds: dict[str, Any] = dict(lower_bound=self.limits.ge, upper_bound=self.limits.le)
+        return make(name, default, text, **bounds)
 
     def read(self, name: str, value: Any) -> Any:
         """Convert the value of a flag to the value of its setting."""

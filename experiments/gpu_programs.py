@@ -36,7 +36,7 @@ def main() -> None:
     sys.path.append(os.path.join(sys.prefix, "lowering"))  # JAX loads no plugin there
     from eejax.analysis import table
     from eejax.common.errors import require
-    from eejax.kernels import aot
+    from eejax.experiments import aot
 
     card = aot.CARDS[_CARD.value]
     programs = list(card_programs.programs(_SMALL.value))

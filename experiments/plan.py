@@ -10,9 +10,9 @@ Times are counts of floating-point operations (`pipeline.costs.model_costs`), di
 in seconds at 1 TFLOP/s. They do not include communication, the speed of small microbatches and
 anything that is not a matrix product. With --measure they are seconds of three stages on this
 machine's devices (`slot_costs`; every exit as long as the first). Memory is estimated: the state
-exactly, activations by the needs of one layer's backward pass (`pipeline.costs.layer_kept`),
-without XLA's own temporaries. --out saves a Gantt picture there, --json prints one JSON object at
-the end.
+exactly, activations by the needs of one layer's backward pass
+(`experiments.stage_memory.layer_kept`), without XLA's own temporaries. --out saves a Gantt picture
+there, --json prints one JSON object at the end.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def plan(experiment, limit: int | None = None, parts=None) -> dict:
       limit: bytes of a device.
       parts: measured times.
     """
-    from eejax.pipeline.costs import memory_vs_1f1b
+    from eejax.experiments.stage_memory import memory_vs_1f1b
 
     now = ExperimentStages.of(experiment, parts)
     p = now.partition

@@ -56,7 +56,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         raise ConfigError(f"--tasks: need lm-eval ({error}): pip install 'eejax[eval]'.") from error
 
-    lm = EarlyExitLM(_MODEL.value, batch_size=_BATCH_SIZE.value, **_LOADING.values())
+    # lm-eval's decorator hides the signature.
+    flags_of_model = dict(batch_size=_BATCH_SIZE.value, **_LOADING.values())
+    lm = EarlyExitLM(_MODEL.value, **flags_of_model)  # pyright: ignore[reportCallIssue]
     rows = []
     for name, chosen in choices(lm.config.exit_boundaries).items():
         rows.append((name, lm.at(**chosen)))  # errors come before any work
@@ -108,12 +110,13 @@ def scored(lm, tasks) -> dict[str, dict[str, float]]:
         logging.ERROR
     )  # it would log its assumptions for each row
     with contextlib.redirect_stdout(sys.stderr):
-        results = lm_eval.simple_evaluate(
-            model=lm,
-            tasks=_TASKS.value,
-            task_manager=tasks,
+        # lm-eval's decorator hides the signature.
+        results = lm_eval.simple_evaluate(  # pyright: ignore[reportCallIssue]
+            model=lm,  # pyright: ignore[reportCallIssue]
+            tasks=_TASKS.value,  # pyright: ignore[reportCallIssue]
+            task_manager=tasks,  # pyright: ignore[reportCallIssue]
             limit=_LIMIT.value,
-            num_fewshot=_FEWSHOT.value,
+            num_fewshot=_FEWSHOT.value,  # pyright: ignore[reportCallIssue]
             bootstrap_iters=DRAWS,
             log_samples=False,
         )["results"]

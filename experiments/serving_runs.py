@@ -89,7 +89,7 @@ def server_in_thread(
     from eejax.serving.metrics import ServerMetrics
     from eejax.serving.service import Service
 
-    found, begun = {}, threading.Event()
+    found, begun, failed = {}, threading.Event(), []
 
     async def serve() -> None:
         metrics = ServerMetrics()
@@ -110,12 +110,20 @@ def server_in_thread(
         finally:
             await service.stop()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except Exception as error:  # raised in the caller's thread
+            failed.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
     until = time.monotonic() + wait
     while not begun.wait(0.1):
-        if not thread.is_alive() or time.monotonic() > until:
-            raise RuntimeError("the server did not start; the log says why, or time was up")
+        if not thread.is_alive():
+            raise RuntimeError("the server did not start") from (failed or [None])[0]
+        if time.monotonic() > until:
+            raise RuntimeError(f"the server did not start within {wait:g} seconds")
     try:
         yield found["address"], found["service"]
     finally:

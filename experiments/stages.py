@@ -215,7 +215,7 @@ def _layer_kept(model, length: int, remat: str, shards: int, sequence: bool) -> 
     With sequence parallelism everything is sharded; without it, values that all shards hold whole
     are not.
     """
-    from eejax.pipeline.costs import layer_kept
+    from eejax.experiments.stage_memory import layer_kept
 
     if sequence:
         return layer_kept(model, 1, length, remat) // shards

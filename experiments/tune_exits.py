@@ -70,8 +70,8 @@ def experiment():
     shape = [*_EXIT.on_command_line(), *_TUNE.on_command_line()]
     if shape and not new:
         raise ConfigError(
-            f"--{shape[0]}: the base has all of --exits = {','.join(_EXITS.value)}, which keep "
-            "their form. Leave the flag out, or name a new exit."
+            f"--{shape[0]}: the base has all of --exits = {','.join(_EXITS.value or ())}, which "
+            "keep their form. Leave the flag out, or name a new exit."
         )
     values = _CONFIG.value.to_dict()
     values["model"] = {"exits": [{"boundary": n, **_EXIT.values()} for n in dict.fromkeys(new)]}

@@ -28,7 +28,7 @@ class StageCheck:
       out: the folder of results and logs.
       name: name of the part's own files there.
       small: whether to use tiny models.
-      card: a name in `kernels.aot.CARDS`, to compile for.
+      card: a name in `experiments.aot.CARDS`, to compile for.
       deadline: the time after which no measurement begins, by `time.monotonic`.
       figures: results by name.
       errors: errors by the measurement's name.

@@ -44,7 +44,7 @@ def _device() -> str:
 def compile_all(check: StageCheck, module) -> None:
     """Compile each of a stage's programs for the card."""
     from eejax.common.errors import ConfigError
-    from eejax.kernels import aot
+    from eejax.experiments import aot
 
     card = aot.CARDS[check.card]
     try:
@@ -62,8 +62,7 @@ def compile_all(check: StageCheck, module) -> None:
 
 def program_figures(made) -> dict[str, float]:
     """Return the bytes that a program takes, and the number of decisions that the host makes."""
-    from eejax.analysis import hlo
-    from eejax.experiments import card_programs
+    from eejax.experiments import card_programs, hlo
 
     own = isinstance(made, card_programs.Compiled)
     program = hlo.parse(made.text if own else made.as_text())

@@ -96,9 +96,9 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
 
 def _compared_programs(setup: DecodeSizes) -> Iterator[tuple[str, Callable]]:
-    from eejax.common.lengths import power_of_two
+    from eejax.inference.generate import decode_size
 
-    steps = power_of_two(setup.new)
+    steps = decode_size(setup.new)
     for dtype in TIES:
         config, way = setup.compared.config(setup.context, dtype=dtype), exactness(dtype)
         one = partial(_generation, way, config, COMPARED_ROWS, compared_prompt(setup), setup.new)

@@ -79,7 +79,8 @@ def run(check: StageCheck) -> None:
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield both models' loops at all depths and slots, growth, audits, and the pass of scores."""
-    from eejax.kernels import aot, call
+    from eejax.experiments import aot
+    from eejax.kernels import call
 
     setup, described = sizes(check), members(sizes(check))
     _, few = request_texts(setup)

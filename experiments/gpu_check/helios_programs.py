@@ -55,8 +55,8 @@ def growth(card, config, slots: int, context: int, before, after):
     """
     import jax
 
+    from eejax.experiments import aot
     from eejax.inference import deepening
-    from eejax.kernels import aot
 
     shapes = partial(card_programs.slot_shapes, card, config, slots, context)
     _, state, _ = shapes(before)
@@ -76,9 +76,10 @@ def audit(card, config, part: str, length: int):
     """Compile a part of the whole model's pass over a text: "embedded", "layer" or "read"."""
     import jax
 
+    from eejax.experiments import aot
     from eejax.helios import verifier
     from eejax.inference.weights import prepare
-    from eejax.kernels import aot, call
+    from eejax.kernels import call
     from eejax.models import params
 
     with call.compute_capability(card.capability):
@@ -103,9 +104,10 @@ def scores(card, config, texts: Sequence[Sequence[int]], context: int):
     import jax
 
     from eejax.calibration import frontier
+    from eejax.experiments import aot
     from eejax.helios.measurements import windows
     from eejax.inference.deepening import fused
-    from eejax.kernels import aot, call
+    from eejax.kernels import call
     from eejax.models import params
 
     with call.compute_capability(card.capability):

@@ -76,7 +76,8 @@ def specs(op: str, small: bool) -> list:
 def _compiled(spec, card, legacy: bool = False):
     import jax
 
-    from eejax.kernels import aot, call
+    from eejax.experiments import aot
+    from eejax.kernels import call
 
     program = jax.jit(partial(spec.run, implementation="triton"))
     with call.legacy_calls() if legacy else contextlib.nullcontext():

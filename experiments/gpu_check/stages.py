@@ -92,7 +92,7 @@ class RunSettings:
         programs have `COMPILE_SHARE` times that of each rehearsal.
       small: use tiny models.
       dry_run: compile for `card` without a GPU, and try the stage out on the CPU.
-      card: a name in `kernels.aot.CARDS`.
+      card: a name in `experiments.aot.CARDS`.
     """
 
     out: pathlib.Path

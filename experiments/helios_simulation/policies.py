@@ -37,7 +37,7 @@ class ScriptedPolicy:
         self._choices, self._every, self._clock, self._given = [*choices], every, clock, 0
         self.wanted = choices[0]
 
-    def holds(self, there: Mapping[str, int], held: int) -> None:
+    def holds(self, depths: Mapping[str, int], num_cached_tokens: int) -> None:
         pass
 
     def choose(self) -> Assignment:

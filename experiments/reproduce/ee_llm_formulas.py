@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from eejax.pipeline.costs import Size
+from eejax.experiments.stage_memory import Size
 from eejax.pipeline.simulate import PassTime
 
 

@@ -44,7 +44,7 @@ def judged(key: str, holds: bool | None, ours: str, scale: str, why: str) -> Fin
 
 def schedules() -> Iterator[Finding]:
     """Judge Figure 3, in its proportions: a stage takes 2, an exit 1 forward."""
-    from eejax.pipeline.async_1f1b import async_1f1b
+    from eejax.experiments.async_1f1b import async_1f1b
     from eejax.pipeline.simulate import PassTime, stage_costs
 
     exit, m = PassTime(1, 2), 6
@@ -68,8 +68,8 @@ def schedules() -> Iterator[Finding]:
 
 def formulas(cases: int = 200) -> Iterator[Finding]:
     """Judge A.3.1's bound and Eq. 4 to 6 against the simulated schedule."""
-    from eejax.pipeline.async_1f1b import async_1f1b
-    from eejax.pipeline.costs import Size, Sizes, peak_memory
+    from eejax.experiments.async_1f1b import async_1f1b
+    from eejax.experiments.stage_memory import Size, Sizes, peak_memory
     from eejax.pipeline.simulate import PassTime, stage_costs
 
     rng = np.random.default_rng(0)

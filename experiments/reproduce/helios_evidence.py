@@ -213,7 +213,7 @@ def speculative(trace, along, profiles, thresholds, task: str) -> dict:
     for k in DRAFTS:
         rounds = sum(_rounds(row, k) for row in accepted.tolist())
         found[k] = rounds * (k * whole(small) + (k + 1) * whole(large)) / accepted.size
-    best = min(found, key=found.get)
+    best = min(found, key=lambda k: found[k])
     return {
         "task": task if which.sum() < len(trace) else "all",
         "draft": best,

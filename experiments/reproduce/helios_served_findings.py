@@ -298,7 +298,7 @@ def add_sensitivity(found: Findings, result: Mapping[str, Any]) -> None:
         "lower from an RI of 200 on",
         f"tokens/s by RI: {told}",
         max(by[n] for n in by if n >= 200) < max(by[n] for n in by if n < 200),
-        f"It is highest at an RI of {max(by, key=by.get)}.",
+        f"It is highest at an RI of {max(by, key=lambda n: by[n])}.",
     )
     rows = over["early"]
     best = [max(r["static"].values()) for r in rows]

@@ -39,7 +39,7 @@ def costs_of(stages, exits_on=(), forward: float = 2.0, exit_forward: float = 0.
 
 def overheads() -> Iterator[Finding]:
     """Judge section 3.2 and Remark A.2."""
-    from eejax.pipeline.async_1f1b import async_1f1b
+    from eejax.experiments.async_1f1b import async_1f1b
 
     told, right = [], True
     for middle in ((1,), (1, 2)):
@@ -89,7 +89,7 @@ def logits_share(name: str) -> float:
 
 def model_peaks(name: str, exits: bool, **how) -> np.ndarray:
     """Return the bytes [stages] of a configuration of the paper, with its exits or none."""
-    from eejax.pipeline.costs import model_sizes, peak_memory
+    from eejax.experiments.stage_memory import model_sizes, peak_memory
 
     config, model = paper_model(name)
     model = model if exits else model.replace(exits=())
@@ -107,7 +107,7 @@ def model_peaks(name: str, exits: bool, **how) -> np.ndarray:
 
 def memory() -> Iterator[Finding]:
     """Judge section 3.2's memory, and the largest model of section 1."""
-    from eejax.pipeline.costs import Size, Sizes, peak_memory
+    from eejax.experiments.stage_memory import Size, Sizes, peak_memory
 
     kept = Size(0, 1)
     nothing = (Size(),) * STAGES
@@ -162,8 +162,8 @@ def drawn_costs(rng: np.random.Generator):
 
 def formulas() -> Iterator[Finding]:
     """Compare Table 2 with the simulated schedule, over random settings."""
-    from eejax.pipeline.async_1f1b import async_1f1b
-    from eejax.pipeline.costs import iteration_time
+    from eejax.experiments.async_1f1b import async_1f1b
+    from eejax.experiments.stage_memory import iteration_time
 
     rng = np.random.default_rng(0)
     equal = slowest_last = 0
@@ -196,8 +196,8 @@ def formulas() -> Iterator[Finding]:
 
 def simulated_memory(rng: np.random.Generator) -> bool:
     """Compare the bytes that operations of drawn schedules hold at most with Eq. 4 to 6."""
-    from eejax.pipeline.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b
-    from eejax.pipeline.costs import Size
+    from eejax.experiments.async_1f1b import EXIT_BACKWARD, EXIT_FORWARD, async_1f1b
+    from eejax.experiments.stage_memory import Size
     from eejax.pipeline.schedule import BACKWARD, FORWARD
     from eejax.pipeline.simulate import PassTime, stage_costs
 
@@ -237,7 +237,7 @@ def simulated_memory(rng: np.random.Generator) -> bool:
 
 def filling() -> Iterator[Finding]:
     """Judge Appendix C.2 and Figure 12 in our lockstep table."""
-    from eejax.pipeline.async_1f1b import async_1f1b, max_kept
+    from eejax.experiments.async_1f1b import async_1f1b, max_kept
     from eejax.pipeline.schedule import BACKWARD, FORWARD
     from eejax.pipeline.schedule_fill import filled, filled_to, max_inserted
     from eejax.pipeline.simulate import PassTime, simulate, stage_costs
@@ -394,7 +394,7 @@ def model_7b(exit_: dict, boundaries, head: str = "own"):
 
 def overhead_7b(exit_: dict, boundaries) -> tuple[float, float]:
     """Return the cost of exits: (share of an iteration's time, share of a pass's operations)."""
-    from eejax.pipeline.async_1f1b import async_1f1b
+    from eejax.experiments.async_1f1b import async_1f1b
     from eejax.pipeline.costs import model_costs
 
     costs = model_costs(model_7b(exit_, boundaries), (8,) * STAGES, 2, 2048)
@@ -409,7 +409,7 @@ def overhead_7b(exit_: dict, boundaries) -> tuple[float, float]:
 
 def states_7b(boundaries, head: str) -> np.ndarray:
     """Return the GB of parameters and their state on each stage."""
-    from eejax.pipeline.costs import model_sizes, peak_memory
+    from eejax.experiments.stage_memory import model_sizes, peak_memory
 
     model = model_7b({"norm": False}, boundaries, head)
     sizes = model_sizes(model, (8,) * STAGES, state_bytes=STATE_BYTES)

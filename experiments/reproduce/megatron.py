@@ -144,7 +144,7 @@ def stage_seconds(
     run: ReplicaRun, gpu: Gpu, *, deferred: bool = True, exits_at_end: bool = False
 ) -> list[dict[str, float]]:
     """Return the seconds of a microbatch's forward and backward pass on each stage (Figure 9)."""
-    from eejax.pipeline.async_1f1b import at_end
+    from eejax.experiments.async_1f1b import at_end
 
     found = costs(run, gpu)
     entry = at_end(found.entry, NO_WORK) if exits_at_end else found.entry
@@ -161,7 +161,7 @@ def stage_seconds(
 
 def peak_bytes(run: ReplicaRun, *, deferred: bool = True, exits_at_end: bool = False) -> np.ndarray:
     """Return the bytes [stages] at the peak on a GPU of each stage (Eq. 4 to 6)."""
-    from eejax.pipeline.costs import model_sizes, peak_memory
+    from eejax.experiments.stage_memory import model_sizes, peak_memory
 
     gates = run.rows * run.length * run.model.d_ff
     sizes = model_sizes(
@@ -179,7 +179,7 @@ def peak_bytes(run: ReplicaRun, *, deferred: bool = True, exits_at_end: bool = F
 
 def optimizer_seconds(run: ReplicaRun, gpu: Gpu, exits_at_end: bool = False) -> float:
     """Return the seconds of the optimizer on the GPU with the most parameters."""
-    from eejax.pipeline.costs import model_sizes, peak_memory
+    from eejax.experiments.stage_memory import model_sizes, peak_memory
 
     parameters = model_sizes(run.model, run.layers, state_bytes=OPTIMIZER_BYTES)
     return float(peak_memory(parameters, 1, exits_at_end=exits_at_end).max()) / (
@@ -196,7 +196,7 @@ def iteration_seconds(
     exits_in_bubbles: bool = False,
 ) -> float:
     """Return the seconds of an iteration, as `async_1f1b` schedules it, and the optimizer's."""
-    from eejax.pipeline.async_1f1b import async_1f1b
+    from eejax.experiments.async_1f1b import async_1f1b
 
     line = async_1f1b(
         costs(run, gpu),

@@ -229,7 +229,7 @@ def lockstep_overhead(run: megatron.ReplicaRun, gpu: megatron.Gpu) -> dict[str, 
 
 def lockstep(name: str) -> list[dict]:
     """Compare the activations of the lockstep table with EE-LLM's 1F1B, by activation policy."""
-    from eejax.pipeline.costs import memory_vs_1f1b
+    from eejax.experiments.stage_memory import memory_vs_1f1b
 
     run, out = table1_run(name, True), []
     for remat in ("none", "dots", "full"):
@@ -281,8 +281,8 @@ def filling(name: str, gpu: megatron.Gpu, microbatches: int = 16) -> list[dict]:
 def pictures(workdir: pathlib.Path, efficiency: dict) -> list[pathlib.Path]:
     from eejax import analysis
     from eejax.analysis.gantt import gantt
+    from eejax.experiments.async_1f1b import async_1f1b
     from eejax.experiments.reproduce.bars import grouped_bars
-    from eejax.pipeline.async_1f1b import async_1f1b
     from eejax.pipeline.schedule import one_f_one_b
     from eejax.pipeline.schedule_fill import filled
     from eejax.pipeline.simulate import PassTime, simulate, stage_costs

@@ -14,12 +14,12 @@ import pytest
 from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
-from eejax.experiments import card_programs
+from eejax.experiments import aot, card_programs
 from eejax.experiments.gpu_check import check, stages, torch_peer, traces
 from eejax.experiments.gpu_check.check import StageCheck
 from eejax.experiments.gpu_check.stages import STAGES, GpuStage, RunSettings
 from eejax.helios import energy
-from eejax.kernels import aot, triton_call
+from eejax.kernels import triton_call
 from eejax.train.flops import peak_flops
 
 CHECK = "eejax.experiments.gpu_check.__main__"

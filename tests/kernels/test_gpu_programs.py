@@ -12,8 +12,7 @@ import sys
 
 import pytest
 
-from eejax.experiments import card_figures, card_programs
-from eejax.kernels import aot
+from eejax.experiments import aot, card_figures, card_programs
 
 pytestmark = pytest.mark.timeout(3600)  # about 18 programs for each card, which take minutes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from eejax.analysis import hlo, hlo_cost
+from eejax.experiments import hlo, hlo_cost
 
 TEXT = """HloModule jit_run, is_scheduled=true
 

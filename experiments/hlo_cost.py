@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable
 
-from eejax.analysis import hlo
+from eejax.experiments import hlo
 
 SLICES = {"dynamic-slice", "slice", "gather"}
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
