@@ -41,7 +41,7 @@ class Spec:
 
     def args(self, seed: int = 0) -> tuple:
         """Return arguments drawn from a seed."""
-        return jax.jit(self.draw)(jax.random.key(seed))
+        return jax.jit(self.draw)(jax.random.key(seed))  # one program, not one for each operation
 
     @property
     def shapes(self) -> tuple:

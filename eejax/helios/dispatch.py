@@ -1,7 +1,7 @@
 """Dispatch of requests to models and of models to the device, without a device.
 
-A pool carries it out: `FleetPool` with models, the simulator's with recorded ones. Both take their
-decisions from here, so that a simulation decides as a server does.
+A pool carries out the decisions: `FleetPool` on models, the simulator's pool on recorded ones. Both
+take them from here, so that a simulation decides as a server does.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ def decode(
 ) -> tuple[EngineState, DecodeRecord]:
     """Run up to `n` steps, at most `size`, in one compiled loop.
 
-    The loop stops when all requests are finished. Records are [size (drafts + 1), slots]: exit -1
-    for steps that were not run and for tokens that a step did not emit. `state` is donated. On a
+    The loop stops when all requests are finished. Records are [size (drafts + 1), slots], with exit
+    -1 where no token was emitted, as in steps that did not run. `state` is donated. On a
     mesh (`weights.mesh`), each data shard runs the steps of its own requests.
     """
     run = partial(step, config=config, options=options, prompts=prompts)
@@ -113,7 +113,7 @@ def _on_shard(run, size, weights, state, n) -> tuple[EngineState, DecodeRecord]:
 def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
     """Run up to `n` steps, at most `size`, of a device's own requests until all are finished.
 
-    Returns the state and records [size m, b] of steps that emit up to m tokens each.
+    Returns the state and records [size m, b] of steps that emit up to m tokens each, as `decode`.
     """
     run = jax.jit(run)  # traced once, for the shapes of its record and for the loop
     shapes = jax.eval_shape(run, weights, state)[1]
@@ -121,6 +121,7 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
     one = _packed(blank._replace(exit=jnp.full_like(blank.exit, -1)))
     records = jax.tree.map(lambda a: jnp.broadcast_to(a, (size, *a.shape)), one)
     records = varying(records, weights.axes.data)
+    most = jnp.minimum(n, size)
 
     def body(carry):
         i, state, records = carry
@@ -131,7 +132,7 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
         return i + 1, state, records
 
     carry = lax.while_loop(
-        lambda c: (c[0] < n) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
+        lambda c: (c[0] < most) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
     )
 
     def flat(a):

@@ -29,6 +29,14 @@ from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, check_batch, mesh_axes
 
 
+def slot_cache_length(context: int, options: EngineOptions) -> int:
+    """Return the positions of cache of a slot for `EngineOptions.resolved` options.
+
+    There is room for whole spans and for all rows that wait.
+    """
+    return context + max(SPAN, options.cap, min(PROMPT_SPAN, options.prompt_rows))
+
+
 @partial(jax.jit, static_argnames=("config", "options", "slots", "length", "context"))
 def _start(weights, plan, *, config, options, slots, length, context) -> EngineState:
     own = dict(config=config, options=options, length=length, context=context)
@@ -190,9 +198,8 @@ class EarlyExitEngine(SlotEngineBase):
 
     @property
     def cache_length(self) -> int:
-        """Positions of cache of a slot, with room for whole spans and for all rows that wait."""
-        options = self.options
-        return self.context + max(SPAN, options.cap, min(PROMPT_SPAN, options.prompt_rows))
+        """Positions of cache of a slot (`slot_cache_length`)."""
+        return slot_cache_length(self.context, self.options)
 
     def start(self) -> EngineState:
         sizes = dict(slots=self.slots, length=self.cache_length, context=self.context)
@@ -213,12 +220,7 @@ class EarlyExitEngine(SlotEngineBase):
 
     def _decode(self, state, n) -> tuple[EngineState, DecodeRecord]:
         size = max(STEPS_PER_CALL, power_of_two(n))
-        state, record = decode(
-            self.weights, state, np.int32(n), size=size, prompts=True, **self._static
-        )
-        if size == n:
-            return state, record
-        return state, jax.tree.map(lambda a: a[: n * (self.options.max_drafts + 1)], record)
+        return decode(self.weights, state, np.int32(n), size=size, prompts=True, **self._static)
 
     def _free(self, state, slots) -> EngineState:
         return _free(state, slots, mesh=self.mesh)

@@ -1,12 +1,12 @@
 """A step of the early-exit engine, in which every request exits by its own gate.
 
 The model is cut into segments at its exits. An *engine step* runs each segment once, from the
-lowest: it gathers the slots whose oldest undecided row waits below the segment, with all their rows
-that wait there, and runs them as one flat batch of rows, padded to the smallest of a few buckets. A
-request that exits continues with its next token in the next step; one that does not stays at the
-next segment. A segment that few slots wait for may be delayed until more do (`schedule`), while
-other requests go on. Keys and values stay in place, by slot. Prompts run in chunks, one a step,
-beside the requests that decode.
+lowest: it gathers the slots whose oldest undecided row waits below the segment, or that have `cap`
+waiting rows, with all their rows that wait there. It runs them as one flat batch of rows, padded to
+the smallest of a few buckets, or in place where each slot has one. A request that exits continues
+with its next token in the next step; one that does not stays at the next segment. A segment that
+few slots wait for may be delayed until more do (`schedule`), while other requests go on. Keys and
+values stay in place, by slot. Prompts run in chunks, one a step, beside the requests that decode.
 
 Tokens that left early wait at their boundary, and the next token that goes deeper takes them along
 (KV recomputation; Bae et al. 2023; EE-LLM, section 4, includes them in every pass). While a token
@@ -21,19 +21,21 @@ Every request gets the tokens and exits that `posthoc` gives it alone.
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eejax.common.arrays import ring_index, take, take_each
+from eejax.common.indexing import gather, gather_each, ring_index
 from eejax.inference.options import EngineOptions
 from eejax.inference.schedule import (
     IN_PLACE,
     PACKED,
     SKIP,
     SegmentBatch,
+    is_delayed,
     segment_demand,
     select_batch,
     select_prefill,
@@ -75,7 +77,7 @@ def commit_tokens(state: EngineState) -> EngineState:
     window = ring_index(position[:, None] + order, m)
 
     def by_order(a):
-        return take_each(a, window)
+        return gather_each(a, window)
 
     token, exit_, input_token = (
         by_order(pending.token),
@@ -94,8 +96,8 @@ def commit_tokens(state: EngineState) -> EngineState:
 
         def put(old, new):
             return jnp.where(
-                take_each(emits, back),
-                take_each(new.astype(jnp.int32), back),
+                gather_each(emits, back),
+                gather_each(new.astype(jnp.int32), back),
                 old,
             )
 
@@ -113,7 +115,7 @@ def commit_tokens(state: EngineState) -> EngineState:
     if state.request.logits_params is not None:
         behind = jnp.where(emits, position[:, None] + 1 + order, prompt.shape[1])
         prompt = prompt.at[jnp.arange(len(n))[:, None], behind].set(token, mode="drop")
-    last = take_each(token, jnp.maximum(n - 1, 0)[:, None])[:, 0]
+    last = gather_each(token, jnp.maximum(n - 1, 0)[:, None])[:, 0]
     token = jnp.where(n > 0, last, state.token)
     position = position + n
     ended = jnp.any(ends & emits, -1)
@@ -164,7 +166,7 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
     place = ring_index(begun[:, None] + order.T, m)
 
     def taken(a):
-        return jnp.swapaxes(take_each(a, place), 0, 1)
+        return jnp.swapaxes(gather_each(a, place), 0, 1)
 
     own = jax.tree.map(taken, state.pending)
     emits = order < (state.position - begun)[None]
@@ -185,9 +187,9 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
 def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
     """Run the first segment, and in a conditional those above it where some slot waits for one.
 
-    A step whose tokens all leave by the first exit schedules nothing above it. On a GPU that saves
-    more than the segments' own conditionals do: each takes some 40 us there, and each of the many
-    small kernels of a schedule takes 2.
+    A step whose tokens all leave by the first exit schedules nothing above it, and neither does one
+    that only drafts. On a GPU that saves more than the segments' own conditionals do: each takes
+    some 40 us there, and each of the many small kernels of a schedule takes 2.
     """
     segments = range(1, runner.last + 1)
     state = _advance_segment(runner, options, state, 0, drafts, prompts)
@@ -200,29 +202,28 @@ def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
             above = _advance_segment(runner, options, above, e, drafts, prompts)
         return _changed_from(above, 1)
 
-    waits = jnp.stack([state.progress.must_run(e, options.cap) for e in segments])
-    return _replace_from(state, 1, run_where(jnp.any(waits), run, _changed_from(state, 1)))
+    waits = [state.progress.must_run(e, options.cap) for e in segments]
+    some = jnp.any(jnp.stack(waits))
+    if state.pending.input_token.shape[1] > 1:  # a segment that waits for drafts is delayed often
+        can_start = state.can_start(options.cap, drafts)
+        demand = segment_demand(jnp, 1, state.progress, options.cap, can_start)
+        delayed = is_delayed(jnp, state.plan, 1, demand, state.clock - state.since)
+        higher = jnp.any(jnp.stack(waits[1:])) if waits[1:] else False
+        some = some & (higher | ~delayed)
+    return _replace_from(state, 1, run_where(some, run, _changed_from(state, 1)))
 
 
-CHANGED = (
-    "boundary",
-    "pending",
-    "acceptance",
-    "token",
-    "position",
-    "remaining",
-    "layers",
-    "since",
-    "work",
-)
-"""Fields of an engine's state, beside the caches, that running a segment changes."""
+# Fields of a state that no segment changes, or that `_changed_from` divides. A conditional carries
+# all others: what it does not carry keeps its old value, without an error.
+_NOT_CARRIED = {"cache", "waiting", "reach", "prompt", "prompt_len", "clock", "plan", "request"}
+_CARRIED = [f.name for f in dataclasses.fields(EngineState) if f.name not in _NOT_CARRIED]
 
 
 def _changed_from(state: EngineState, e: int) -> tuple:
     """Return the parts of a state that segments e and above change, as a conditional's carry."""
     cache, logits_params = state.cache, state.request.logits_params
     rows = cache.segments[e:], cache.blocks[e:], state.waiting[e:]
-    fields = {name: getattr(state, name) for name in CHANGED}
+    fields = {name: getattr(state, name) for name in _CARRIED}
     return rows, cache.filled, fields, None if logits_params is None else state.prompt
 
 
@@ -253,6 +254,20 @@ def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
         drafted = jnp.where(before_own & guess[:, None], 1, pending.drafted)
         pending = pending.replace(drafted=drafted)
     return pending.replace(input_token=jnp.where(own, input_token[:, None], pending.input_token))
+
+
+def _slots_to_draft(options, state: EngineState, e: int, drafts: jax.Array) -> jax.Array | None:
+    """Return [slots] bool, slots whose row in segment e gets a draft; None if no row does.
+
+    drafts: [slots] int32, maximum drafts of each slot.
+    """
+    policy, logits_params = state.request.policy, state.request.logits_params
+    if e > 0 or state.pending.input_token.shape[1] == 1:
+        return None
+    if not options.leaves_early:  # one pass decides all rows, and no row reads the last one's draft
+        return state.cache.filled[:, 0] - state.position < drafts
+    wants = (policy.drafts > 0) & ~policy.paused
+    return wants if logits_params is None else wants & ~logits_params.changes
 
 
 def _run_batch(branches: SegmentBranches, options, demand, carry, prompts):
@@ -294,7 +309,7 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     below = state.waiting[e - 1] if e else no_ring
     top = no_ring if state.boundary is None else state.boundary
     above = state.waiting[e] if e < n else top
-    branches = SegmentBranches(runner, state, e, below)
+    branches = SegmentBranches(runner, state, e, below, _slots_to_draft(options, state, e, drafts))
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
     batch, changed = _run_batch(branches, options, demand, carry, prompts)
     pending, above, kvs, block = changed
@@ -355,7 +370,7 @@ def _prefill_chunk(runner, options, state) -> EngineState:
     count, order = select_prefill(jnp, state.progress, state.since, options.prompt_rows)
     width = min(PROMPT_SPAN, options.prompt_rows)
     packed = flatten(count, order, start, options.prompt_rows, width)
-    token = take(state.prompt, jnp.minimum(packed.slot, len(start) - 1), packed.position)
+    token = gather(state.prompt, jnp.minimum(packed.slot, len(start) - 1), packed.position)
     x = runner.embed(token[:, None], packed.position[:, None])
     done = in_prefill & (start + count == state.prompt_len)
     # A request that ran before continues to decode: its next token may leave by any exit.

@@ -93,7 +93,7 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def _decode(self, state: Any, n: int) -> tuple[Any, DecodeRecord]:
-        """Run up to n steps: (state, records [n (drafts + 1), b])."""
+        """Run up to n steps: (state, records [steps (drafts + 1), b]), as `decoding.decode`."""
 
     def generate(
         self,

@@ -1,4 +1,4 @@
-"""Measurement, while serving, of whether exits pay; they are turned off while they do not."""
+"""Measure, while serving, whether exits pay, and turn them off while they do not."""
 
 from __future__ import annotations
 

@@ -447,8 +447,8 @@ def _update_emission(emission: Emission, new: Emission, e: int, leaves, drafts=N
     def take(new, old):
         return jnp.where(leaves.reshape(-1, *[1] * (old.ndim - 1)), new, old)
 
-    said = leaves if drafts is None else leaves | drafts
+    gets_token = leaves if drafts is None else leaves | drafts
     new = new._replace(exit=jnp.full_like(emission.exit, e), margin=emission.margin)
     taken = jax.tree.map(take, new, emission)
-    token = jnp.where(said, new.token, emission.token)
+    token = jnp.where(gets_token, new.token, emission.token)
     return taken._replace(token=token, margin=emission.margin)

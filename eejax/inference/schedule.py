@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from flax import struct
 
-from eejax.common.arrays import take
 from eejax.common.errors import require, require_array
+from eejax.common.indexing import gather
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
 INITIAL_ACCEPTANCE = np.float32(0.8)  # assumed share of accepted drafts before any was made
@@ -29,8 +29,8 @@ class BatchPlan(struct.PyTreeNode):
     The arrays are traced: a changed plan compiles nothing.
 
     Attributes:
-      fill: [segments] int32, slots that must wait below a segment before it runs, while other slots
-        have work elsewhere. 1 delays no slot.
+      fill: [segments] int32, slots that must wait below a segment before it runs, while some slot
+        can start a row in the first segment or has a prompt to run. 1 delays no slot.
       patience: [segments] int32, maximum steps that a slot may be delayed.
       in_place: [segments] float32, seconds to run one row of every slot.
       packed: [segments, buckets] float32, seconds to run that many rows of some slots, without
@@ -201,7 +201,8 @@ class SegmentDemand(NamedTuple):
       rows: [slots] int32, the number of those rows.
       can_join: [slots] bool, whether the slot's oldest row belongs to an emitted token and could
         run too.
-      others_busy: [] bool, whether other slots have work elsewhere.
+      others_busy: [] bool, whether some slot can start a row in the first segment or has a prompt
+        to run.
     """
 
     ready: Any
@@ -224,6 +225,16 @@ def segment_demand(xp: Any, e: int, at: SlotProgress, cap: int, can_start: Any) 
     ready = at.must_run(e, cap)
     can_join = started & (rows > 0) & (at.filled[:, e] < at.position)
     return SegmentDemand(ready, rows, can_join, xp.any(can_start | at.in_prefill))
+
+
+def is_delayed(xp: Any, plan: BatchPlan, e: int, demand: SegmentDemand, waited: Any) -> Any:
+    """Return whether segment e waits for more slots, [] bool, by the plan's `fill` and `patience`.
+
+    waited: [slots] int32, steps that each slot has waited.
+    """
+    few = xp.sum(demand.ready.astype(np.int32)) < plan.fill[e]
+    longest = xp.max(xp.where(demand.ready, waited, -1))
+    return demand.others_busy & few & (longest < plan.patience[e])
 
 
 class SegmentBatch(NamedTuple):
@@ -253,10 +264,10 @@ def select_batch(
 ) -> SegmentBatch:
     """Choose the rows that segment e runs, and the mode.
 
-    Slots are taken in the order of their arrival, until the largest bucket is full. All of them are
-    delayed while they are few, other slots have work, and none has used up its patience. Otherwise
-    the faster mode is chosen: their rows packed into the smallest bucket that holds them or, if
-    each slot has one row, all slots in place, including those that can join.
+    Slots are taken in the order of their arrival, until the largest bucket is full, unless all of
+    them are delayed (`is_delayed`). The faster mode is chosen: their rows packed into the smallest
+    bucket that holds them or, if each slot has one row, all slots in place, including those that
+    can join.
 
     Args:
       buckets: row counts that packed segments are compiled for, ascending.
@@ -264,11 +275,8 @@ def select_batch(
       demand: result of `segment_demand`.
       waited: [slots] int32, steps that each slot has waited.
     """
-    ready, rows, _, others_busy = demand
-    most = buckets[-1]
-    n = xp.sum(ready.astype(np.int32))
-    longest = xp.max(xp.where(ready, waited, -1))
-    delayed = others_busy & (n < plan.fill[e]) & (longest < plan.patience[e])
+    ready, rows, most = demand.ready, demand.rows, buckets[-1]
+    skipped = ~xp.any(ready) | is_delayed(xp, plan, e, demand, waited)
     # Slots that are not ready come last, however long they have waited.
     order, rank = stable_ranks(xp, xp.where(ready, -xp.minimum(waited, 1 << 29), 1 << 29))
     wanted = xp.where(ready, rows, 0)
@@ -281,7 +289,7 @@ def select_batch(
     # In place also if the largest bucket does not hold all rows.
     cheaper = (plan.in_place[e] <= _pick(xp, costs, bucket)) | (total_wanted[-1] > most)
     in_place = (xp.max(wanted) <= 1) & cheaper
-    mode = xp.where((n == 0) | delayed, SKIP, xp.where(in_place, IN_PLACE, PACKED + bucket))
+    mode = xp.where(skipped, SKIP, xp.where(in_place, IN_PLACE, PACKED + bucket))
     taken = xp.where(in_place, (ready | demand.can_join).astype(np.int32), _pick(xp, taken, rank))
     return SegmentBatch(mode, xp.where(mode == SKIP, 0, taken), order, spans)
 
@@ -306,7 +314,7 @@ def select_prefill(xp: Any, at: SlotProgress, since: Any, chunk: int) -> tuple[A
 
 def _pick(xp: Any, a: Any, index: Any) -> Any:
     """Return a[index], for indices from 0 to the end of a."""
-    return a[index] if xp is np else take(a, index)
+    return a[index] if xp is np else gather(a, index)
 
 
 def stable_ranks(xp: Any, keys: Any) -> tuple[Any, Any]:

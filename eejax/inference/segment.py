@@ -214,7 +214,8 @@ class SegmentRunner:
         return emit_early(emission, memory, look, self.config, measure, drafts)
 
 
-# A function of its own in the program: equal layers are traced and lowered once for each shape.
+# Equal layers are traced and lowered once for each shape, and XLA inlines them. The trace is kept
+# for the process, so a test that replaces a part of it has to clear JAX's caches.
 _layer = jax.jit(layers.layer, static_argnames=("config", "window", "rope", "axes"))
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from eejax.common.arrays import ring_index, take
+from eejax.common.indexing import gather, ring_index
 from eejax.common.trees import Tree
 from eejax.gates.confidence import Memory
 from eejax.inference.logits_params import process_logits
@@ -43,15 +43,15 @@ def flatten(
       max_rows: maximum `count`; None for no bound (`PackedRows`).
     """
     slots = start.shape[0]
-    count = take(count, order)
+    count = gather(count, order)
     ends = jnp.cumsum(count)
     offsets = ends - count
     row = jnp.arange(size, dtype=jnp.int32)
     i = jnp.minimum(jnp.sum(ends[None] <= row[:, None], -1, dtype=jnp.int32), slots - 1)
     real = row < ends[-1]
-    own, behind = take(order, i), row - take(offsets, i)
+    own, behind = gather(order, i), row - gather(offsets, i)
     slot = jnp.where(real, own, slots)
-    position = jnp.where(real, take(start, own) + behind, 0)
+    position = jnp.where(real, gather(start, own) + behind, 0)
     begin, (spans, _) = compact(real & (behind % width == 0))
     first = jnp.where(row < spans, begin, 0)
     return PackedRows(slot, position, first, spans, width, max_rows)
@@ -76,7 +76,7 @@ class ExitRows(NamedTuple):
     def take_slots(self, tree: Tree) -> Tree:
         """Return [r, ...], the entries of the rows' slots in leaves [slots, ...]."""
         slot = self.slot
-        return tree if slot is None else jax.tree.map(lambda a: take(a, slot), tree)
+        return tree if slot is None else jax.tree.map(lambda a: gather(a, slot), tree)
 
     def take_places(self, tree: Tree) -> Tree:
         """Return [r, ...], the entries of the rows in leaves [slots, m, ...] by slot and place."""
@@ -85,15 +85,16 @@ class ExitRows(NamedTuple):
         def read(a):
             if slot is None:
                 return at_position(a, position)
-            return take(a, slot, ring_index(position, a.shape[1]))
+            return gather(a, slot, ring_index(position, a.shape[1]))
 
         return jax.tree.map(read, tree)
 
 
-def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
+def run_gates(runner, state, e, rows: ExitRows, allowed, drafts=None) -> PendingRows:
     """Run exit e for rows, and return the pending rows that follow.
 
-    Only rows that are `allowed` [r] and undecided change.
+    Only rows that are `allowed` [r] and undecided change. Those of slots `drafts` [slots] bool get
+    a draft if no gate fires.
     """
     pending, request = state.pending, rows.take_slots(state.request)
     logits_params, process = request.logits_params, None
@@ -116,14 +117,10 @@ def run_gates(runner, state, e, rows: ExitRows, allowed) -> PendingRows:
             )
 
         process = shaped
-    drafts = None
-    if e == 0 < runner.last and pending.input_token.shape[1] > 1:
-        drafts = (request.policy.drafts > 0) & ~request.policy.paused
-        if logits_params is not None:
-            drafts = drafts & ~logits_params.changes
+    drafts = None if drafts is None else rows.take_slots(drafts)
     allowed = allowed & (rows.position >= rows.take_slots(state.position)) & (own.exit < 0)
-    none = jnp.full(own.logprob.shape, jnp.inf)
-    emission = Emission(own.token, own.logprob, own.confidence, own.exit, none, own.top_logprobs)
+    margin = jnp.full(own.logprob.shape, jnp.inf)
+    emission = Emission(own.token, own.logprob, own.confidence, own.exit, margin, own.top_logprobs)
     look = runner.exit_input(
         e, rows.x, rows.h, allowed, rows.position + 1, request, process_logits=process
     )
@@ -159,13 +156,13 @@ def _replace_rows(pending: PendingRows, own: PendingRows, rows: ExitRows, allowe
         found, i = jnp.any(here, 1), jnp.sum(jnp.where(here, row[None], 0), 1)
 
     def put(old, new):
-        new = new[:, None] if i is None else take(new, i).reshape(old.shape)
+        new = new[:, None] if i is None else gather(new, i).reshape(old.shape)
         return jnp.where(found.reshape(slots, m, *[1] * (old.ndim - 2)), new, old)
 
     return jax.tree.map(put, pending, own)
 
 
-def run_gates_flat(runner, state, e, packed, allowed, states) -> PendingRows:
+def run_gates_flat(runner, state, e, packed, allowed, states, drafts=None) -> PendingRows:
     """Run `run_gates` for flat rows that are pending, of slots `allowed` [slots] (None: all).
 
     states: x, h and before of `ExitRows`, each [t, 1, d].
@@ -173,13 +170,15 @@ def run_gates_flat(runner, state, e, packed, allowed, states) -> PendingRows:
     slots, m = state.pending.input_token.shape
     size = len(packed.slot)
     slot = jnp.minimum(packed.slot, slots - 1)
-    seen = (packed.slot < slots) & (packed.position >= take(state.position, slot))
+    seen = (packed.slot < slots) & (packed.position >= gather(state.position, slot))
     if allowed is not None:
-        seen = seen & take(allowed, slot)
+        seen = seen & gather(allowed, slot)
     order, counts = compact(seen)
     i = order[: min(size, slots * m)]
-    rows = ExitRows(take(slot, i), take(packed.position, i), *(take(a[:, 0], i) for a in states))
-    return run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0])
+    rows = ExitRows(
+        gather(slot, i), gather(packed.position, i), *(gather(a[:, 0], i) for a in states)
+    )
+    return run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0], drafts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,12 +193,14 @@ class SegmentBranches:
       state: the state before.
       e: number of the segment.
       below: [slots, cap, d], states that wait below; without positions below the first segment.
+      drafts: [slots] bool, slots whose rows get a draft from this segment's exit; None for none.
     """
 
     runner: SegmentRunner
     state: EngineState
     e: int
     below: jax.Array
+    drafts: jax.Array | None
 
     def in_place(self, count, pending, above, kvs, block):
         """Run one row of every slot, of which those with a `count` [slots] above 0 are real."""
@@ -214,7 +215,8 @@ class SegmentBranches:
         above = write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
         rows = ExitRows(None, start, x[:, 0], h[:, 0], before[:, 0])
         state = state.replace(pending=pending)
-        return run_gates(self.runner, state, e, rows, count > 0), above, kvs, block
+        pending = run_gates(self.runner, state, e, rows, count > 0, self.drafts)
+        return pending, above, kvs, block
 
     def only_slot(self, size, count, pending, above, kvs, block):
         """Run `size` rows of the only slot, of which the first `count` [1] are real, unpacked."""
@@ -231,9 +233,10 @@ class SegmentBranches:
         # Among these rows, pending ones come after those of emitted tokens.
         i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
         real, i = i < count, jnp.minimum(i, size - 1)
-        rows = ExitRows(*(take(a, i) for a in (slot, position, x[0], h[0], before[0])))
+        rows = ExitRows(*(gather(a, i) for a in (slot, position, x[0], h[0], before[0])))
         state = state.replace(pending=pending)
-        return run_gates(self.runner, state, e, rows, real), above, kvs, block
+        pending = run_gates(self.runner, state, e, rows, real, self.drafts)
+        return pending, above, kvs, block
 
     def packed(self, size, batch: SegmentBatch, pending, above, kvs, block):
         """Run the rows of a batch as `size` flat ones."""
@@ -243,7 +246,7 @@ class SegmentBranches:
         slot = jnp.minimum(flat.slot, len(state.token) - 1)
         if e == 0:
             place = ring_index(flat.position, pending.input_token.shape[1])
-            token = take(pending.input_token, slot, place)
+            token = gather(pending.input_token, slot, place)
             x = self.runner.embed(token[:, None], flat.position[:, None])
             before = jnp.zeros_like(x)
         else:
@@ -251,13 +254,13 @@ class SegmentBranches:
         x, h, kvs, block = self.runner.run_packed(e, x, flat, kvs, block)
         above = write_ring(above, flat.slot, flat.position, x)
         state = state.replace(pending=pending)
-        pending = run_gates_flat(self.runner, state, e, flat, None, (x, h, before))
+        pending = run_gates_flat(self.runner, state, e, flat, None, (x, h, before), self.drafts)
         return pending, above, kvs, block
 
 
 def read_ring(ring: jax.Array, slot: jax.Array, position: jax.Array) -> jax.Array:
     """Return [t, 1, d], states of slots [t] at positions [t] of a ring [slots, cap, d]."""
-    return take(ring, slot, ring_index(position, ring.shape[1]))[:, None]
+    return gather(ring, slot, ring_index(position, ring.shape[1]))[:, None]
 
 
 def write_ring(ring: jax.Array, slot: jax.Array, position: jax.Array, x: jax.Array) -> jax.Array:

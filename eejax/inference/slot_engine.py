@@ -78,9 +78,10 @@ class Engine(Protocol):
         ...
 
     def generate(self, state: Any, n: int) -> tuple[Any, DecodeRecord]:
-        """Run n steps of all slots: records [n, slots], exit -1 where nothing was emitted.
+        """Run n steps of all slots.
 
-        Records of an engine that emits up to m tokens in a step are [n m, slots].
+        Records are [size m, slots], for an engine that emits up to m tokens in a step and a size of
+        n or more. The exit is -1 where no token was emitted.
         """
         ...
 

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from eejax.common.arrays import ring_index, take_each
 from eejax.common.errors import require, require_array
+from eejax.common.indexing import gather_each, ring_index
 from eejax.common.lengths import power_of_two
 from eejax.inference.logits_params import LogitsParams, TopLogprobs
 from eejax.inference.options import EngineOptions
@@ -209,11 +209,10 @@ class PendingRows(struct.PyTreeNode):
 
     @classmethod
     def blank(cls, *shape: int, logits_params: bool) -> PendingRows:
+        """Return rows [*shape] that no exit has run; their token is -1."""
         none, zero = jnp.full(shape, -1, jnp.int32), jnp.zeros(shape, jnp.int32)
-        number, top_logprobs = (
-            jnp.zeros(shape, jnp.float32),
-            TopLogprobs.blank(*shape) if logits_params else None,
-        )
+        number = jnp.zeros(shape, jnp.float32)
+        top_logprobs = TopLogprobs.blank(*shape) if logits_params else None
         return cls(zero, none, number, number, none, none, zero, zero, zero, top_logprobs)
 
 
@@ -303,12 +302,12 @@ class EngineState(struct.PyTreeNode):
 
 def newest_row(a: jax.Array, row: jax.Array) -> jax.Array:
     """Return [b, d], the row of each request in a [b, w, d] that emits, `row` [b]."""
-    return take_each(a, row[:, None])[:, 0]
+    return gather_each(a, row[:, None])[:, 0]
 
 
 def at_position(a: jax.Array, position: jax.Array) -> jax.Array:
     """Return [slots], the entry of a [slots, m] that belongs to positions [slots]."""
-    return take_each(a, ring_index(position, a.shape[1])[:, None])[:, 0]
+    return gather_each(a, ring_index(position, a.shape[1])[:, None])[:, 0]
 
 
 def hits_stop_token(request: RequestRows, tokens: jax.Array) -> jax.Array:

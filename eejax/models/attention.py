@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from functools import partial
 
-import flax.struct
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jax import lax
 
-from eejax.common.arrays import put_slice, take, take_slice
+from eejax.common.indexing import gather, put_slice, take_slice
 from eejax.kernels import call
 from eejax.kernels.decode_attention.api import covers, decode_attention
 from eejax.kernels.decode_attention.reference import AttentionOptions
@@ -259,7 +259,7 @@ def cudnn_attention(
     return out.reshape(q.shape)
 
 
-class PackedRows(flax.struct.PyTreeNode):
+class PackedRows(struct.PyTreeNode):
     """Rows [t] of several requests, one after the other, and their places in a cache of slots.
 
     Rows of a slot have consecutive positions and are cut into spans of at most `width`. Attention
@@ -273,7 +273,7 @@ class PackedRows(flax.struct.PyTreeNode):
       spans: number of spans.
       width: maximum rows of a span.
       max_rows: maximum rows of a slot, where there may be many spans; None where there are few, as
-        for prompts. With it XLA's own operations attend to all slots at once, except on a CPU:
+        for prompts. With it XLA's own operations attend to all slots at once in programs for a GPU:
         starting many small kernels would take longer than reading slots without rows. One kernel
         takes all spans either way (`kernel_attention`).
     """
@@ -282,8 +282,8 @@ class PackedRows(flax.struct.PyTreeNode):
     position: jax.Array
     first: jax.Array
     spans: jax.Array
-    width: int = flax.struct.field(pytree_node=False)
-    max_rows: int | None = flax.struct.field(pytree_node=False, default=None)
+    width: int = struct.field(pytree_node=False)
+    max_rows: int | None = struct.field(pytree_node=False, default=None)
 
 
 KERNEL_SPAN = 64
@@ -402,18 +402,18 @@ def _at_once(
     slots = keys.shape[0] // n_kv
     # Rows of a slot lie together: the first of them begins its first span.
     begin = jnp.full((slots,), t, jnp.int32).at[packed.slot].min(jnp.arange(t), mode="drop")
-    start = take(packed.position, jnp.minimum(begin, t - 1))
+    start = gather(packed.position, jnp.minimum(begin, t - 1))
     start = jnp.where(begin < t, start, keys.shape[1] - max_rows)  # slots without rows: at the end
     row = jnp.minimum(begin[:, None] + jnp.arange(max_rows)[None], t - 1)  # [slots, max_rows]
-    near = None if distance is None else take(distance[:, 0], row)
-    k, v = (write_rows(a, take(new[:, 0], row), start) for a, new in ((keys, k), (values, v)))
+    near = None if distance is None else gather(distance[:, 0], row)
+    k, v = (write_rows(a, gather(new[:, 0], row), start) for a, new in ((keys, k), (values, v)))
     flat_k, flat_v = k.astype(q.dtype), v.astype(q.dtype)
     reach = jnp.max(packed.position) + 1
-    q, mask = (take(a[:, 0], row) for a in (q, mask))
+    q, mask = (gather(a[:, 0], row) for a in (q, mask))
     y = cached_attention(q, flat_k, flat_v, mask, near, slopes, config, reach)
     slot = jnp.minimum(packed.slot, slots - 1)
-    behind = packed.position - take(start, slot)
-    y = take(y, slot, jnp.maximum(behind, 0))
+    behind = packed.position - gather(start, slot)
+    y = gather(y, slot, jnp.maximum(behind, 0))
     return y[:, None], (k, v)
 
 
@@ -430,8 +430,8 @@ def _by_span(q, k, v, mask, distance, *cache, slopes, config: ModelConfig, packe
 
     def span(i, carry):
         out, *buffers = carry
-        first = take(packed.first, i)
-        slot, start = take(packed.slot, first) * n_kv, take(packed.position, first)
+        first = gather(packed.first, i)
+        slot, start = gather(packed.slot, first) * n_kv, gather(packed.position, first)
 
         def cut(a):
             return take_slice(a, (first,) + (0,) * (a.ndim - 1), (width, *a.shape[1:]))

@@ -341,11 +341,21 @@ def test_drafts_without_exits_write_what_the_full_model_does(subset, prompts):
         assert len(got[i]) == 40
 
 
+@pytest.fixture
+def new_traces():
+    """Traces of layers made in a test alone: JAX keeps them, whatever a test replaces."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
 @pytest.mark.slow
-def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts, monkeypatch):
+def test_drafts_that_are_not_finite_and_not_right_change_nothing(
+    subset, prompts, monkeypatch, new_traces
+):
     """Keys and values of a rejected draft lie in its own request's cache, as those of the request
-    before lie there: whatever they are, nobody reads them. Attention is that of other devices than
-    a CPU (`_at_once`), in an engine of options that no other test has compiled."""
+    before lie there: whatever they are, nobody reads them. Attention is that of programs for a GPU
+    (`_at_once`), in an engine of options that no other test has compiled."""
     p, config = subset((1, 3))
     bad = 8  # a byte that no text has, which the first exit drafts all the time
     table = p["embed"]["tokens"]
@@ -370,7 +380,6 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
         return ways[-1](*args, packed=packed, **kwargs)
 
     monkeypatch.setattr(attention, "_by_span", elsewhere)
-    jax.clear_caches()  # of layers that were traced without it
     scheduler = Scheduler(dataclasses.replace(engine, plan=hold), steps=3)
     policy = ExitPolicy.make(config, 1, drafts=3)
     texts = prompts(4, [9, 14, 11])
@@ -385,7 +394,6 @@ def test_drafts_that_are_not_finite_and_not_right_change_nothing(subset, prompts
         tied = np.flatnonzero(want.margins[0] < TIE)
         n = int(tied[0]) if len(tied) else 20
         assert n > 5 and got[:n] == want.tokens[0, :n].tolist()
-    jax.clear_caches()  # of those that were traced with it
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from near_ties import TIE, assert_same
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
-from eejax.inference.decoding import decode
+from eejax.inference.decoding import decode, default_plan
 from eejax.inference.generate import prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
@@ -141,20 +141,21 @@ def test_keys_and_values_of_a_row_do_not_depend_on_its_batch_mates(subset, promp
         np.float32([0.0, 0.3, 1.0]), (steps, 3, config.n_exits)
     )
     thresholds[5:7], thresholds[7] = 0.0, 1.0
-    static = dict(config=config, options=options)
 
     def run(rows):
         tokens, lengths = g._pad([asked[i] for i in rows])
         n = len(rows)
+        options, slots = g.slots_for(n)
+        plan, static = default_plan(config, options, slots), dict(config=config, options=options)
         request = RequestRows.make(
             config, lengths, [30] * n, ExitPolicy.make(config, n), SamplingParams.make(n)
         )
-        state, _ = prefill(g.weights, tokens, request, length=length, **static)
+        state, _ = prefill(g.weights, plan, tokens, request, length=length, **static)
         exits = []
         for step in range(steps):
             policy = ExitPolicy.make(config, n, thresholds[step, rows])
             state = state.replace(request=state.request.replace(policy=policy))
-            state, record = decode(g.weights, state, n=1, **static)
+            state, record = decode(g.weights, state, np.int32(1), size=1, **static)
             exits.append(np.asarray(record.exit)[0])
         return jax.tree.map(np.asarray, state), np.array(exits)
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eejax.common.arrays import ring_index, take, take_each
+from eejax.common.indexing import gather, gather_each, ring_index
 
 SIZES = st.integers(1, 5)
 
@@ -17,23 +17,23 @@ def test_entries_are_those_that_numpy_reads(b, m, n, d, seed):
     rng = np.random.default_rng(seed)
     a = rng.integers(0, 1000, (b, m, d) if d else (b, m)).astype(np.int32)
     row, column = rng.integers(0, b, (n, 2)), rng.integers(0, m, (n, 2))
-    np.testing.assert_array_equal(take(jnp.asarray(a), jnp.asarray(row)), a[row])
+    np.testing.assert_array_equal(gather(jnp.asarray(a), jnp.asarray(row)), a[row])
     np.testing.assert_array_equal(
-        take(jnp.asarray(a), jnp.asarray(row), jnp.asarray(column)), a[row, column]
+        gather(jnp.asarray(a), jnp.asarray(row), jnp.asarray(column)), a[row, column]
     )
     each = rng.integers(0, m, (b, n))
-    got = take_each(jnp.asarray(a), jnp.asarray(each))
+    got = gather_each(jnp.asarray(a), jnp.asarray(each))
     np.testing.assert_array_equal(got, a[np.arange(b)[:, None], each])
 
 
 def test_an_index_beyond_the_end_reads_the_last_entry():
     a = jnp.arange(6).reshape(2, 3)
-    assert take(a, jnp.array([7]), jnp.array([1])).tolist() == [4]
-    assert take_each(a, jnp.array([[1, 9], [0, 3]])).tolist() == [[1, 2], [3, 5]]
+    assert gather(a, jnp.array([7]), jnp.array([1])).tolist() == [4]
+    assert gather_each(a, jnp.array([[1, 9], [0, 3]])).tolist() == [[1, 2], [3, 5]]
 
 
 def test_an_index_takes_no_more_operations_than_a_gather_needs():
-    jaxpr = jax.make_jaxpr(take)(
+    jaxpr = jax.make_jaxpr(gather)(
         jnp.zeros((4, 5)), jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32)
     )
     names = [e.primitive.name for e in jaxpr.eqns]

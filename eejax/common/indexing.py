@@ -1,8 +1,8 @@
-"""Arrays: reading and writing by indices that are known to lie within an array.
+"""Reading and writing arrays by indices that are not negative.
 
-Indexing by brackets counts negative indices from the end, which takes four operations more for each
-index, and `%` takes ten in place of one. The program of an engine does so hundreds of times, and
-the time to compile it goes with its operations.
+Bracket indexing also handles negative indices, which adds four operations for each index; `%` takes
+ten where `lax.rem` takes one. The program of an engine's step indexes hundreds of times, and the
+time to compile it grows with its operations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ put_slice = partial(lax.dynamic_update_slice, allow_negative_indices=False)
 """`lax.dynamic_update_slice` at indices that are not negative."""
 
 
-def take(a: jax.Array, *indices: jax.Array) -> jax.Array:
+def gather(a: jax.Array, *indices: jax.Array) -> jax.Array:
     """Return a[indices]; an index beyond the end reads the last entry.
 
     Args:
@@ -28,16 +28,16 @@ def take(a: jax.Array, *indices: jax.Array) -> jax.Array:
     return a.at[indices].get(mode="clip", wrap_negative_indices=False)
 
 
-def take_each(a: jax.Array, index: jax.Array) -> jax.Array:
+def gather_each(a: jax.Array, index: jax.Array) -> jax.Array:
     """Return [b, n, ...], entries index[i, j] of each row i of a [b, m, ...].
 
     Args:
       a: [b, m, ...].
       index: [b, n], integers from 0 on; one beyond the end reads the last entry.
     """
-    if a.shape[1] == 1 == index.shape[1]:
+    if a.shape[1] == 1 == index.shape[1]:  # there is nothing else to read
         return a
-    return jax.vmap(take)(a, index)
+    return jax.vmap(gather)(a, index)
 
 
 def ring_index(position: jax.Array, size: int) -> jax.Array:
