@@ -9,7 +9,7 @@
 #                  CARD=h100 or CARD=a100 compiles for one of the two
 # make test-stacks the fast tests on Python 3.11, 3.12 and 3.13 with an older and the newest JAX;
 #                  STACKS=newest names some, STACKS=--skip-missing goes without a Python that is not there
-# make lint        ruff: rules and format; basedpyright: types of eejax/ and kernels/
+# make lint        ruff: rules and format; basedpyright: types of eejax/ and kernels/, calls in experiments/
 # make docs        the site, in site/: pages of docs/ and a reference of all packages; dead links fail
 
 VENV ?= .venv
@@ -74,7 +74,7 @@ CORE := tests/test_imports.py tests/test_words.py tests/common tests/analysis \
   tests/calibration/test_quality.py tests/calibration/test_thresholds.py \
   $(addprefix tests/helios/test_, controller.py quality.py transitions.py) \
   tests/serving/test_protocol.py tests/serving/test_text.py \
-  tests/interop/test_flax.py tests/experiments/test_config_errors.py
+  tests/interop/test_flax.py $(addprefix tests/experiments/test_, config_errors.py hlo.py)
 
 test-fast: env
 	$(PYTEST) -q -n $(JOBS) --dist loadfile $(CORE) $(TESTS)

@@ -1,4 +1,4 @@
-"""Launchers, which the command `eejax` runs by their names (`command.py`)."""
+"""Launchers, which the command `eejax` runs by their names (`command.py`), and their tools."""
 
 import sys
 

@@ -118,7 +118,8 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
     run = jax.jit(run)  # traced once, for the shapes of its record and for the loop
     shapes = jax.eval_shape(run, weights, state)[1]
     blank = jax.tree.map(lambda r: jnp.zeros(r.shape, r.dtype), shapes)
-    one = _packed(blank._replace(exit=jnp.full_like(blank.exit, -1)))
+    none = jnp.full_like(blank.exit, -1)
+    one = _packed(blank._replace(token=none, exit=none))
     records = jax.tree.map(lambda a: jnp.broadcast_to(a, (size, *a.shape)), one)
     records = varying(records, weights.axes.data)
     most = jnp.minimum(n, size)

@@ -216,7 +216,9 @@ def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
 # Fields of a state that no segment changes, or that `_changed_from` divides. A conditional carries
 # all others: what it does not carry keeps its old value, without an error.
 _NOT_CARRIED = {"cache", "waiting", "reach", "prompt", "prompt_len", "clock", "plan", "request"}
-_CARRIED = [f.name for f in dataclasses.fields(EngineState) if f.name not in _NOT_CARRIED]
+_FIELDS = [f.name for f in dataclasses.fields(EngineState)]
+assert _NOT_CARRIED <= {*_FIELDS}
+_CARRIED = [name for name in _FIELDS if name not in _NOT_CARRIED]
 
 
 def _changed_from(state: EngineState, e: int) -> tuple:
@@ -264,8 +266,10 @@ def _slots_to_draft(options, state: EngineState, e: int, drafts: jax.Array) -> j
     policy, logits_params = state.request.policy, state.request.logits_params
     if e > 0 or state.pending.input_token.shape[1] == 1:
         return None
-    if not options.leaves_early:  # one pass decides all rows, and no row reads the last one's draft
-        return state.cache.filled[:, 0] - state.position < drafts
+    if not options.leaves_early:
+        # One pass decides all pending rows, so that no row reads the draft of the last of them.
+        ahead = state.cache.filled[:, 0] - state.position
+        return ahead < jnp.minimum(drafts, jnp.minimum(state.remaining, options.cap) - 1)
     wants = (policy.drafts > 0) & ~policy.paused
     return wants if logits_params is None else wants & ~logits_params.changes
 

@@ -286,8 +286,9 @@ def select_batch(
     spans = xp.sum(-(-taken // width))
     bucket = xp.sum((np.asarray(buckets) < xp.sum(taken)).astype(np.int32))
     costs = plan.packed[e] + plan.span[e] * spans.astype(np.float32)
-    # In place also if the largest bucket does not hold all rows.
+    # In place also if the largest bucket does not hold all rows, and if the row is the only slot's.
     cheaper = (plan.in_place[e] <= _pick(xp, costs, bucket)) | (total_wanted[-1] > most)
+    cheaper = cheaper | (len(ready) == 1)
     in_place = (xp.max(wanted) <= 1) & cheaper
     mode = xp.where(skipped, SKIP, xp.where(in_place, IN_PLACE, PACKED + bucket))
     taken = xp.where(in_place, (ready | demand.can_join).astype(np.int32), _pick(xp, taken, rank))

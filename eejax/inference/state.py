@@ -293,7 +293,8 @@ class EngineState(struct.PyTreeNode):
     def can_start(self, cap: int, drafts: jax.Array) -> jax.Array:
         """Return [slots] bool, as `SlotProgress.can_start` with at most so many drafts [slots].
 
-        No row starts from a draft that would end the request.
+        No row starts from a draft that would end the request, or behind a row that got no draft
+        and has the token -1 (`PendingRows.blank`).
         """
         last = at_position(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
         drafts = jnp.where(hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0), 0, drafts)

@@ -205,9 +205,12 @@ def test_the_only_slot_equals_posthoc(model, prompts, drafts, seed, buckets):
     rng = np.random.default_rng(seed)
     options = dataclasses.replace(ALONE, drafts=drafts, buckets=buckets)
     engine = EarlyExitEngine.make(p, config, options, slots=1, context=CONTEXT)
-    plan = BatchPlan.make(engine.num_segments, 1, engine.options.buckets, 2, drafts)
-    asked = drawn(lambda n: int(rng.integers(n)), prompts, config, 5, drafts)
-    run_to_the_end(dataclasses.replace(engine, plan=plan), asked, p, config)
+    segments, buckets = engine.num_segments, engine.options.buckets
+    buckets_cheaper = np.ones(segments), np.full((segments, len(buckets)), 0.5), np.zeros(segments)
+    for seconds in (None, buckets_cheaper):  # its single row runs in place all the same
+        plan = BatchPlan.make(segments, 1, buckets, 2, drafts, seconds)
+        asked = drawn(lambda n: int(rng.integers(n)), prompts, config, 5, drafts)
+        run_to_the_end(dataclasses.replace(engine, plan=plan), asked, p, config)
 
 
 def test_the_only_slot_up_to_the_end_of_its_context(model, prompts):

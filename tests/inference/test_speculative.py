@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from near_ties import TIE, assert_same
 
 from eejax.common.errors import ConfigError
-from eejax.inference import EngineOptions, Generator
+from eejax.inference import EngineOptions, ExitPolicy, Generator, RequestRows, SamplingParams
+from eejax.inference.engine import EarlyExitEngine
 from eejax.models import exits, transformer
 
 # Most tests ask for this many requests of these options and this model, for which their programs
@@ -167,6 +168,41 @@ def test_drafts_stand_exactly_where_the_exit_and_the_final_exit_agree(model, pro
 
 
 @pytest.mark.slow
+def test_the_last_row_of_a_pass_gets_no_draft_and_none_starts_behind_it(model, prompts):
+    """Also where drafting is paused and taken up again while rows are pending."""
+    p, config = model
+    asked, new, drafts = prompts(8, [9, 12]), 40, [1, 3]
+    engine = EarlyExitEngine.make(p, config, STEADY, slots=2, context=60)
+    policy = ExitPolicy.make(engine.config, 2, drafts=drafts)
+    lengths = [len(a) for a in asked]
+    request = RequestRows.make(engine.config, lengths, [new] * 2, policy, SamplingParams.make(2))
+    rows, _ = engine.prefill(asked, request)
+    state = engine.insert(engine.start(), rows, [0, 1])
+    got, seen, rng = ([], []), 0, np.random.default_rng(0)
+    for step in range(160):
+        pauses = step > 40  # before that nothing is paused
+        paused = rng.random(2) < 0.5 * pauses
+        policy = state.request.policy.replace(paused=jnp.asarray(paused))
+        state = state.replace(request=state.request.replace(policy=policy))
+        state, record = engine.generate(state, 1)
+        exits, tokens = np.asarray(record.exit), np.asarray(record.token)
+        for slot, ids in enumerate(got):
+            ids += tokens[exits[:, slot] >= 0, slot].tolist()
+            first, filled = int(state.position[slot]), int(state.cache.filled[slot, 0])
+            pending = np.asarray(state.pending.token)[slot, np.arange(first, filled) % 4]
+            if not pauses and len(pending):
+                left = int(state.remaining[slot])
+                want = np.arange(len(pending)) < min(drafts[slot], left - 1, STEADY.cap - 1)
+                assert (pending >= 0).tolist() == want.tolist()
+                seen += int(not want.all())
+    assert seen > 2  # the one with fewer drafts waited for the other
+    full = Generator.make(p, config, FULL).generate(asked, new)
+    for i, ids in enumerate(got):
+        tied = np.flatnonzero(full.margins[i] < TIE)
+        n = int(tied[0]) if len(tied) else new
+        assert n > 10 and len(ids) == new and ids[:n] == full.ids(i)[:n]
+
+
 def test_drafting_ends_where_it_does_not_pay(subset, prompts):
     p, config = subset((2,))
     rng = np.random.default_rng(0)
