@@ -83,6 +83,7 @@ def test_every_line_gets_its_own_text(batch, workdir, engine):
         assert told[3]["exits"][0] == 0 < told[1]["exits"][0]
 
 
+@pytest.mark.slow
 def test_planned_and_with_exits_turned_off_and_on(batch):
     told, _, err, status = batch(["exit layer token"] * 5, "--engine=auto", "--threshold=0.4")
     assert set(told) == {1, 2, 3, 4, 5} and status == 0

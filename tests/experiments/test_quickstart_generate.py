@@ -78,6 +78,7 @@ def test_a_second_run_only_measures(quickstart):
     assert steps.splitlines()[0] in (workdir / "metrics.jsonl").read_text()
 
 
+@pytest.mark.slow
 def test_engines_agree_where_they_must(generate):
     results = {}
     for engine, threshold in [
@@ -97,6 +98,7 @@ def test_engines_agree_where_they_must(generate):
     assert min(results["recompute", 0.3]["boundaries"]) < 4
 
 
+@pytest.mark.slow
 def test_batch_from_file_and_standard_input_with_sampling(generate, tmp_path):
     (tmp_path / "a.txt").write_text("import os\n")
     requests, out = generate(

@@ -265,6 +265,7 @@ def test_scores_are_those_of_a_loop_over_positions():
     assert all(set(x.values()) == {0.0} for x in same.values())
 
 
+@pytest.mark.slow
 def test_last_words_that_are_completed_are_counted(model):
     """Words that the model itself writes, every third of them spoiled; and the same from a
     teacher-forced pass: all tokens of the word are what their exits find most likely."""

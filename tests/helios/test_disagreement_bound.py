@@ -207,6 +207,7 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
     assert sum(audit.count for audit in fleet.dispatcher.audits.values()) > 0
 
 
+@pytest.mark.slow
 def test_a_fleet_becomes_stricter_until_the_limit_on_disagreement_holds(small_run, monkeypatch):
     """Its first exit says too often what the whole model would not."""
     # Audits of so small a model take most of the time.

@@ -139,6 +139,7 @@ def test_models_lie_on_the_host_once(model):
         assert all(a is b for a, b in zip(jax.tree.leaves(host), want, strict=True))
 
 
+@pytest.mark.slow
 def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch):
     """Arrays on the device when a state is made anew, or made smaller: weights and states of the
     larger of the two depths, and no more than one array beside; of what grows nothing twice."""

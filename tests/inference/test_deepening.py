@@ -39,6 +39,7 @@ def went(engine, state, calls):
     return state, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "depths, threshold, temperature, drafts",
     [

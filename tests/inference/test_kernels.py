@@ -78,6 +78,7 @@ def test_tokens_and_exits_are_those_without_kernels(engine, model, want, by_kern
     assert assert_same(want, got) <= 1
 
 
+@pytest.mark.slow
 def test_batches_are_those_without_kernels(model, want, by_kernels):
     options = EngineOptions(cap=2, buckets=(8,), chunk=16, drafts=1)
     engine = EarlyExitEngine.make(model, CONFIG, options, slots=5, context=64)

@@ -64,6 +64,7 @@ def staged(subset):
     return p, config, pipelined(p, config, mesh, cap, layers)
 
 
+@pytest.mark.slow
 def test_thresholds_gates_and_sampling_do_not_recompile(staged, prompts, compiled):
     """It comes first: what another test had compiled would not be seen."""
     _, config, engine = staged

@@ -34,6 +34,7 @@ def emitted(record, slot):
     return [(int(token), int(exit)) for token, exit in pairs if exit >= 0]
 
 
+@pytest.mark.slow
 def test_other_requests_compile_nothing(subset, prompts, compiled):
     """It comes first: what another test had compiled would not be seen."""
     engine = engine_of(subset, MESH)

@@ -148,6 +148,7 @@ def test_a_stream_of_later_requests_does_not_hold_an_earlier_one_up():
     assert ended[first] < 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["batched", pytest.param("recompute", marks=pytest.mark.slow)])
 def test_real_requests_that_come_and_go(subset, prompts, compiled, engine):
     """Random operations on the real engine: everybody's own text, memory that stays what it is, and

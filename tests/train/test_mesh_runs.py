@@ -135,6 +135,7 @@ def resumed(texts, saved, workdir, mesh, **pipeline):
     return losses(workdir)[4], result.state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, pipeline",
     [
@@ -255,6 +256,7 @@ def test_exits_are_tuned_on_stages(texts, tmp_path):
             np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_filled_bubbles_are_announced_and_trained(texts, tmp_path, capfd):
     """The first and the last stage's idle time, divided by a microbatch's, gives the counts.
 

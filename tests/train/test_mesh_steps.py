@@ -177,6 +177,7 @@ def test_what_does_not_divide_is_refused_by_name():
             step.make_eval_step(config, mesh)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [MeshConfig(data=2, model=2)], ids=str)
 def test_the_tokens_of_exits_are_drawn_alike_whatever_the_mesh(mesh):
     recipe = dict(microbatches=2, remat="dots", objective=LossObjective(exit_tokens=0.25))
