@@ -101,6 +101,11 @@ def main() -> None:
     held = f"At most {DELTA:.0%} of tokens changed, but for a chance of {EPSILON:.0%}"
     if promise.threshold < 1:
         print(f"\n{held}: --threshold={exact(promise.threshold)}, depth {kept.depth:.2f}")
+    elif promise.risks[0] > DELTA:  # of the safest candidate
+        print(
+            f"\n{held}: more of them changed at every threshold at which tokens leave "
+            f"({promise.risks[0]:.0%} at {promise.thresholds[0]:g}), so none is promised"
+        )
     else:
         print(
             f"\n{held}: {promise.units} windows are too few to promise it of any threshold at "

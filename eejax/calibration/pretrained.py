@@ -81,10 +81,11 @@ def with_exits(
     """Add training-free exits at boundaries without one (TIDE, sections 3.1 and 3.3).
 
     They read the final exit's head and a copy of its norm. A final head that belongs to the final
-    exit alone becomes a shared head; its array stays the same.
+    exit alone becomes a shared head; its array stays the same. If exits share another head already,
+    each new exit gets a copy of the final one.
     """
     have = {e.boundary for e in config.exits}
-    if config.head == "own":
+    if config.head == "own" and "shared_head" not in params:
         final = {k: v for k, v in params["final"].items() if k != "head"}
         params = params | {"final": final, "shared_head": params["final"]["head"]}
         config = config.replace(head="shared")

@@ -31,7 +31,7 @@ import jax
 import orbax.checkpoint as ocp
 from absl import logging
 
-from eejax.checkpoint.files import write_text
+from eejax.checkpoint.files import finished_steps, write_text
 from eejax.common.errors import CheckpointError, remedy
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, path_name
@@ -330,7 +330,8 @@ class Checkpoints:
             free = f"{shutil.disk_usage(self.folder).free / 1e9:.2f} GB free"
         except OSError:
             free = "free space unknown"
-        good = [s for s in self.steps() if s != step]
+        # Orbax's own list has lost the step that the new one would have replaced.
+        good = [s for s in finished_steps(self.folder) if s != step]
         last = (
             f"The last good checkpoint is that of step {good[-1]}"
             if good

@@ -85,7 +85,12 @@ def conversation(
         _check_unmarked(tools, "tools")
     whole = template.render(messages, reply=False, tools=tools)
     if template.marks:
-        return _marked(whole)
+        text, spans = _marked(whole)
+        if not spans:
+            raise DataError(
+                "messages: the template marks none of the assistant's text, so none is learned."
+            )
+        return text, spans
     spans = []
     for i in replies:
         before = template.render(messages[:i], reply=True, tools=tools) if i else None

@@ -224,8 +224,9 @@ def _model(
         )
         exits[full["boundary"]] = full
     own["exits"] = [e for _, e in sorted(exits.items())]
-    if base["head"] == "own" and any(e["head"] == "shared" for e in own["exits"]):
-        own["head"] = "shared"  # the same table under another name
+    shared = any(e["head"] == "shared" for e in own["exits"])
+    if base["head"] == "own" and shared and all(e["head"] != "shared" for e in base["exits"]):
+        own["head"] = "shared"  # the same table under another name; the base has no shared one
     return own | {k: v for k, v in wanted.items() if k not in base}
 
 

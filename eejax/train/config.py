@@ -118,6 +118,14 @@ class ExitWeights:
             self.rotation,
             "has a meaning in a rotating curriculum only",
         )
+        for name in ("steps", "begin"):
+            value = getattr(self, name)
+            require(
+                self.kind != "constant" or not value,
+                f"ExitWeights.{name}",
+                value,
+                "has no meaning in a constant schedule",
+            )
 
     def schedule(self, steps: int) -> schedules.WeightSchedule:
         """Return step -> weights [e] of the early exits, for a run of `steps`."""

@@ -96,7 +96,10 @@ def evaluate(
     if pending is not None:
         sums, count = _add(sums, count, pending)
     if not count:
-        raise DataError("no token to evaluate: the validation split is empty.")
+        raise DataError(
+            "no token to evaluate: the validation split is empty, or none of the windows that were "
+            "chosen has a token that counts. Raise data.validation_fraction or train.eval_batches."
+        )
     losses = tuple(float(s) / count for s in sums)
     return Evaluation(tuple(names), losses, count, nbytes)
 

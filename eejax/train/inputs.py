@@ -89,10 +89,10 @@ def _open_shared(
 ) -> Dataset:
     """Open in another process what process 0 prepared."""
     opened = []
-    for place in places:
-        if megatron_prefix(config) is not None:
+    for part, place in zip(_parts(config), places, strict=True):
+        if megatron_prefix(part) is not None:
             tokenizer = data.load_tokenizer(workdir / tokenizer_folder)
-            opened.append(_open_megatron(config, place, tokenizer))
+            opened.append(_open_megatron(part, place, tokenizer))
         elif pathlib.Path(place).is_dir():
             opened.append(data.open_packed(place))
         else:

@@ -20,6 +20,7 @@ from eejax.checkpoint import overlay
 from eejax.checkpoint.files import only_user, unwritable, write_text
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, TOKENIZER, TUNING
+from eejax.common.errors import DataError
 from eejax.common.paths import expanded
 from eejax.common.trees import Tree, join
 from eejax.data.prefetch import import_grain
@@ -165,7 +166,15 @@ def _train(
     train = run.experiment.train
     with contextlib.closing(RunReport(run, position.step)) as report:
         report.begin(position.step, saved.batch_before)
-        evaluate = functools.partial(_evaluate, run, eval_step, report)
+
+        def evaluate(position: RunPosition) -> None:
+            try:
+                _evaluate(run, eval_step, report, position)
+            except DataError:  # on all hosts alike; what was trained is kept
+                if position.step:
+                    saved.save(position)
+                raise
+
         if position.step == 0 and train.base is not None and train.eval_every:
             with report.clock.paused():
                 evaluate(position)

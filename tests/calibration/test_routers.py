@@ -81,6 +81,24 @@ def test_training_free_exits_are_the_final_norm_and_head(plain):
         boundaries_for(config, 5)
 
 
+def test_a_head_that_exits_share_stays_beside_the_final_one():
+    config = PLAIN.replace(exits=(ExitConfig(2, head="shared"),))
+    before = params.init(config, jax.random.key(3))
+    p, made = with_exits(before, config, (2, 4))
+    assert p["shared_head"] is before["shared_head"] and made.head == "own"
+    assert [e.head for e in made.exits] == ["shared", "own"]
+    tokens = np.arange(20, dtype=np.int32)[None]
+
+    def logits(p, config):
+        states = transformer.exit_states(p, config, tokens)
+        return [exits.logits(exits.head(p, config, e), h) for e, h in enumerate(states)]
+
+    old, new = logits(before, config), logits(p, made)
+    np.testing.assert_array_equal(new[0], old[0])
+    np.testing.assert_array_equal(new[2], old[1])
+    np.testing.assert_array_equal(p["exits"]["exit_4"]["head"], before["final"]["head"])
+
+
 def test_states_are_those_of_the_model_and_kept_parts_are_not_made_again(
     plain, tmp_path, monkeypatch
 ):

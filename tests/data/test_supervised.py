@@ -177,6 +177,11 @@ def test_a_token_across_the_beginning_belongs_to_the_answer():
         ),
         (None, [dict(role="assistant", content="a")], "has no chat template: give"),
         ("{{ messages[9].x.y }}", [dict(role="assistant", content="a")], "refuses them"),
+        (
+            GENERATION.replace("== 'assistant'", "== 'model'"),
+            [dict(role="assistant", content="a")],
+            "the template marks none of the assistant's text",
+        ),
     ],
 )
 def test_what_cannot_be_learned_is_named(chat, messages, message):

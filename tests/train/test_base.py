@@ -175,6 +175,22 @@ def test_exits_are_added_and_a_head_becomes_shared(text, base, tmp_path):
     assert "head" not in new.params["final"] and "shared_head" in new.params
 
 
+def test_a_head_that_exits_of_the_base_share_is_kept(text, tmp_path):
+    values = small_runs.config(text, eval_every=0, checkpoint_every=0, microbatches=1, steps=2)
+    values["model"] |= {"head": "own", "exits": [{"boundary": 1, "head": "shared"}]}
+    fit(Experiment.from_dict(values), tmp_path / "base")
+    config = configuration(text, tmp_path / "base", steps=1, eval_every=0)
+    config.optimizer.learning_rate = 1e-30  # which moves nothing
+    experiment = bases.with_base(config, tmp_path / "run")
+    old = load_run(tmp_path / "base")
+    assert experiment.model == old.config and old.config.head == "own"
+    fit(experiment, tmp_path / "run")
+    new = load_run(tmp_path / "run")
+    for name in ("shared_head", "final/head"):
+        np.testing.assert_array_equal(named(new.params)[name], named(old.params)[name])
+    assert not np.array_equal(old.params["shared_head"], old.params["final"]["head"])
+
+
 def test_a_pretrained_model_is_a_base(text, base, tmp_path):
     """Its vocabulary is padded for the mesh; its folder has no tokenizer of its own."""
     run = load_run(base)

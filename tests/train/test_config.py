@@ -74,6 +74,12 @@ def test_values_of_another_type_are_named(section, field, value, allowed):
     assert f"config.{section}.{field} = {value!r}: {allowed}" in str(error.value)
 
 
+@pytest.mark.parametrize("field", ["begin", "steps"])
+def test_a_constant_schedule_has_no_beginning_and_no_end(field):
+    with pytest.raises(ConfigError, match=f"{field} = 5: has no meaning in a constant schedule"):
+        Experiment.from_dict({"model": SIZES, "exit_weights": {field: 5}})
+
+
 def test_a_sequence_that_the_shards_cannot_cut_is_named():
     values = {"model": SIZES, "data": {"length": 30}, "mesh": {"model": 4, "sequence": True}}
     with pytest.raises(ConfigError, match="data.length = 30: must divide by mesh.model = 4"):

@@ -194,9 +194,11 @@ def test_bpe_does_not_take_a_tokenizer_of_another_kind(text, tmp_path):
         inputs.prepare(dataclasses.replace(text, tokenizer="bpe"), 300, tmp_path / "run", FOLDER)
 
 
-@pytest.mark.parametrize("kind", ["text", "megatron", "mixture"])
+@pytest.mark.parametrize("kind", ["text", "megatron", "mixture", "both"])
 def test_another_process_opens_what_the_first_has_made(text, megatron, tmp_path, monkeypatch, kind):
     config = {"text": text, "megatron": megatron}.get(kind) or mixture(tmp_path)
+    if kind == "both":
+        config = dataclasses.replace(config, source=(megatron.source, config.source[1]))
     config = dataclasses.replace(config, length=16)
 
     def prepare():
@@ -224,7 +226,7 @@ def test_another_process_opens_what_the_first_has_made(text, megatron, tmp_path,
     told[0] = (told[0][0], "another")
     with pytest.raises(DataError, match="those of process 0 another: give all hosts the same"):
         prepare()
-    if kind != "megatron":
+    if kind in ("text", "mixture"):
         shutil.rmtree(tmp_path / "run")
         with pytest.raises(DataError, match="must be a folder that all hosts share"):
             prepare()

@@ -188,8 +188,9 @@ def load_pretrained(
 
 
 def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any]]:
-    """Return (model, config.json) of a folder; weights are read only if its type is unknown.
+    """Return (model, config.json) of a folder.
 
+    Weights are read only if its type is unknown, or to compare a tied head with the embedding.
     Raises as `load_pretrained`.
     """
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
@@ -197,7 +198,11 @@ def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any
     if kind not in FAMILIES:
         found = load_pretrained(path)
         return found.config, found.raw
-    base = FAMILIES[kind].read(raw)
+    family = FAMILIES[kind]
+    base = family.read(raw)
+    tied = raw("tie_word_embeddings", family.tied)
+    if tied and _has_unlike_head(Folder(path), family, base, raw):
+        base = base.replace(head="own")
     side = sidecar.opened(path, base)
     return base if side is None else side.config, raw.values
 
