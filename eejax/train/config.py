@@ -300,6 +300,15 @@ class Experiment:
             self.pipeline.fill,
             "must be 'none' where exits are tuned: no stage waits for a backward pass there",
         )
+        sources = [self.data.source] if isinstance(self.data.source, str) else self.data.source
+        supervised = [s for s in sources if s.startswith(("chat:", "completion:"))]
+        require(
+            not supervised or self.pipeline.fill == "none",
+            "pipeline.fill",
+            self.pipeline.fill,
+            "must be 'none' where some tokens of a text do not count "
+            f"(data.source = {self.data.source!r}): microbatches weigh alike there",
+        )
         if self.mesh.pipe > 1 and self.loss.distillation:
             self.pipeline.distilling()  # raises where it is not possible
         require(

@@ -99,7 +99,11 @@ def test_exits_are_not_distilled_before_the_final_one_is_known(field, value):
     ):
         Experiment.from_dict(values | {"mesh": {"pipe": 2}})
     Experiment.from_dict(values)
-    Experiment.from_dict(values | {"mesh": {"pipe": 2}, "pipeline": {"fill": "part2"}})
+    filled = values | {"mesh": {"pipe": 2}, "pipeline": {"fill": "part2"}}
+    Experiment.from_dict(filled)
+    for source in ("completion:a.jsonl", ["a.txt", "chat:hf:b"]):
+        with pytest.raises(ConfigError, match="fill = 'part2': must be 'none' where some tokens"):
+            Experiment.from_dict(filled | {"data": {"source": source}})
 
 
 def test_tokens_of_exits_are_not_drawn_on_several_stages():
