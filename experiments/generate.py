@@ -52,7 +52,7 @@ USED_BY = {
     flag: engines
     for names, engines in (
         ("threshold gate exits min_exit_layer decay prefill_exit num_segments", LEAVING),
-        ("cap", ("recompute", "pipelined", "auto")),
+        ("cap", ("recompute", "pipelined", "auto", "speculative", "auto_speculative")),
         ("drafts draft_exit adapt", ("speculative", "auto_speculative")),
         ("propagate", ("propagate",)),
         ("stage_layers", ("pipelined",)),

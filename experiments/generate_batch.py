@@ -275,7 +275,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
 
 def engine_of(model):
     """Return the engine, and the tokens that end a text. Errors name the flag."""
-    from eejax.inference.state import RequestRows
+    from eejax.inference.state import MAX_STOP_TOKENS, RequestRows
 
     config, stop_token_ids = model.config, sorted({*model.tokenizer.end_ids, *_STOP_TOKEN.value})
     require_count("--max_new_tokens", _LENGTH["max_tokens"])
@@ -283,6 +283,8 @@ def engine_of(model):
         policy = ExitPolicy.make(config, 1, **_THRESHOLD.values(), **_GATE.values())
         sampling = SamplingParams.make(1, **_SAMPLING.values())
         RequestRows.make(config, [1], [1], policy, sampling, stop_token_ids)
+        allowed = f"must be at most {MAX_STOP_TOKENS}, with those of the tokenizer"
+        require(len(stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", stop_token_ids, allowed)
         options = "full" if _ENGINE.value == "full" else _OPTIONS()
         engine = EarlyExitEngine.make(model.params, config, options, **_SIZES.values())
     return engine, stop_token_ids

@@ -157,7 +157,7 @@ def keys() -> tuple[str, ...]:
         given = os.environ.get("EEJAX_KEYS", "").split(",")
     else:
         try:
-            with open(_KEYS.value, encoding="utf-8") as file:
+            with open(_KEYS.value, encoding="utf-8-sig") as file:
                 given = file.read().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--keys = {_KEYS.value!r}: cannot be read ({error}).") from error
@@ -323,11 +323,11 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             running = asyncio.create_task(server.serve([listening]))
             while not server.started and not running.done():
                 await asyncio.sleep(0.01)
-            launch.say(f"listening at http://{_HOST.value}:{listening.getsockname()[1]}")
+            tell(f"listening at http://{_HOST.value}:{listening.getsockname()[1]}")
             await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
             left = api.state.server.under_way
             if left:
-                launch.say(
+                tell(
                     f"no more requests: answering {left} that are under way, for "
                     f"{options.grace:g} s at most; Ctrl-C ends now ..."
                 )
@@ -335,7 +335,7 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             ended = asyncio.create_task(signals.get())
             await unless_ended(api.state.server.drain(options.grace))
             if left := api.state.server.under_way:
-                launch.say(f"{left} requests were not answered in time")
+                tell(f"{left} requests were not answered in time")
             await asyncio.gather(*(service.stop(0) for service in services.values()))
             server.should_exit = True
             await running
@@ -344,18 +344,24 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             await asyncio.gather(*(service.stop(0) for service in services.values()))
 
 
+def tell(text: str) -> None:
+    """Print a line, if someone reads it still: a server outlives its terminal."""
+    with contextlib.suppress(OSError):
+        launch.say(text)
+
+
 def report(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any], None]:
     """Return a callback that updates metrics and prints lines about an engine's start and end."""
 
     def watch(what: str, value: Any) -> None:
         metrics(what, value)
         if what == "starting":
-            launch.say(f"{name}: {value}")
+            tell(f"{name}: {value}")
         elif what == "restart":
             before, newline, last = value.strip().rpartition("\n")
             if newline:  # a traceback, whose last line is the error
-                launch.say(before)
-            launch.say(f"{name}: the engine ended ({last}); starting another ...")
+                tell(before)
+            tell(f"{name}: the engine ended ({last}); starting another ...")
 
     return watch
 

@@ -121,6 +121,10 @@ class Dispatcher(Generic[Pending]):
             self.pool.shrink(wanted)
             self.depth_changed(wanted.model)
         if part.depth == wanted.depth and self.controller.current != wanted:
+            # The request that waits for a place in the model before may go to this one.
+            if self._next is not None and self._next.evaluated:
+                self.controller.dropped(self._next.choice.model)
+            self._next = None
             self.controller.loaded(wanted)
 
     def _await(self, loading: Pending) -> None:
@@ -358,6 +362,8 @@ class Dispatcher(Generic[Pending]):
         begin = self._clock()
         try:
             verdict = self.pool.judge(job)
+            if not np.isfinite(verdict.logprob).all():
+                raise RuntimeError("the judge's log-probabilities are not finite")
         except (RuntimeError, MemoryError) as error:  # the device may have no room for it
             warnings.warn(f"an answer of {model!r} was not audited: {error}", stacklevel=2)
             if job.evaluated:

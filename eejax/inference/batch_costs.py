@@ -195,7 +195,8 @@ def tune(
     )  # before the measurement, because it checks the arguments
     costs = measure(engine, prompts) if costs is None else costs
     found = best_plan(traces, costs, engine_sizes(engine), bound=bound)
-    engine = dataclasses.replace(engine, plan=found.plan)
+    plan = found.plan.replace(draft_cost=engine.plan.draft_cost)  # by which drafts adapt
+    engine = dataclasses.replace(engine, plan=plan)
     return TunedEngine(engine, found.drafts, costs, found.simulated)
 
 

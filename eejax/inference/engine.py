@@ -165,7 +165,7 @@ class EarlyExitEngine(SlotEngineBase):
         context = check_slots(config, slots, context)
         own = slots
         if mesh is None:
-            weights = prepare(params, config, options.num_segments)
+            weights = jax.device_put(prepare(params, config, options.num_segments))
         else:
             mesh = sharded.without_stages(mesh, options.engine)
             check_batch(slots, mesh, field="slots")

@@ -161,6 +161,7 @@ class Decoder(abc.ABC):
         length = cache_length(int(max(tokens.shape[1], (lengths + max_new).max())), options)
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else int(max_new.max())
+        chunk = min(chunk, max(1, int(max_new.max())))  # a loop has room for all steps of a chunk
         state, first = self._prefill(tokens, request, length)
         more = jax.tree.map(lambda a: a[None], first)
         limits = [
@@ -265,12 +266,20 @@ class Generator(Decoder):
 
         Raises:
           ConfigError: if the mesh has stages, needs more devices than there are, or does not fit
-            the model.
+            the model, and for options with `logits_params`.
         """
         options = engine_options(options)
+        require(
+            not options.logits_params,
+            "logits_params",
+            True,
+            "must be False with a Generator",
+            "A Scheduler with an EarlyExitEngine takes LogitsParams.",
+        )
         config = engine_config(config, options)
         if mesh is None:
-            return cls(prepare(params, config, options.num_segments), config, options)
+            weights = jax.device_put(prepare(params, config, options.num_segments))
+            return cls(weights, config, options)
         mesh = sharded.without_stages(mesh, options.engine)
         return cls(sharded.place(params, config, options.num_segments, mesh), config, options)
 

@@ -50,8 +50,9 @@ class EngineOptions:
         row runs in place, all drafts with the row before them replace the one row.
       chunk: prompt tokens of a step, where prompts run beside requests that decode. None: as many
         as the device runs well together (`CHUNKS`), at most the model's context.
-      drafts: maximum tokens of a request that are drafted past an undecided one; by default 4 with
-        "speculative", else none. A request may have fewer (`ExitPolicy.drafts`).
+      drafts: maximum tokens of a request that are drafted past an undecided one, and at most
+        cap - 1; by default 4 with "speculative", else none. A request may have fewer
+        (`ExitPolicy.drafts`).
       adapt: "speculative" drafts fewer tokens, or none, for a request whose drafts are rarely
         accepted.
       draft_exit: number of the exit that drafts for "speculative", which loads no other.

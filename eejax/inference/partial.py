@@ -70,6 +70,7 @@ class PartialModel(StepLoop):
         self.slots = (slots,) * n if isinstance(slots, int) else tuple(slots)
         falls = len(self.slots) == n and [*self.slots] == sorted(self.slots, reverse=True)
         require(falls, "slots", slots, f"must be one number, or {n} numbers that never rise")
+        require_count("slots", self.slots[-1])
         require(depth <= n, "depth", depth, f"must be at most {n}, the segments of this model")
         self.host = on_host(params, config)
         # All depths have the same buckets, so that each has one program, however it was reached.

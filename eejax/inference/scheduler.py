@@ -138,6 +138,7 @@ class Scheduler(StepLoop, Generic[E]):
         self._calls: collections.deque[EngineCall] = collections.deque()
         self._freed: list[int] = []  # slots to free before the next call
         self._arrivals, self._warm = itertools.count(), False
+        self._joined = False  # requests joined, and no pair of timed calls has ended since
         self._queue: list[
             tuple[tuple[int, int], ScheduledRequest]
         ] = []  # a heap; some may have ended
@@ -231,9 +232,12 @@ class Scheduler(StepLoop, Generic[E]):
         Without a state, the engine starts anew after the old state is freed.
 
         rows: for each slot of the new engine, the old slot whose request it holds, or -1 for none;
-        by default the same slots. Raises ConfigError if a running request would have no slot.
+        by default the same slots. Raises ConfigError if a running request would have no slot, and
+        for a smaller context, for which limits of requests were not made.
         """
-        n = engine.slots
+        n, context = engine.slots, self.engine.context
+        allowed = f"must be at least {context}, that of the engine before"
+        require(engine.context >= context, "engine.context", engine.context, allowed)
         rows = range(self.engine.slots) if rows is None else rows
         require(len(rows) == n, "rows", rows, f"must be {n}, as many as the engine has slots")
         lost = [j.request_id for i, j in enumerate(self._slots) if j is not None and i not in rows]
@@ -284,11 +288,12 @@ class Scheduler(StepLoop, Generic[E]):
     def step(self) -> list[RequestOutput]:
         """Fill free slots, dispatch the next call, and return the previous one's outputs."""
         payoff = self.payoff
-        times = payoff is not None and payoff.measuring
+        measuring = payoff is not None and payoff.measuring
         # Prompts, and requests that no exit can end early, do not show whether exits pay.
         running = [job for job in self._slots if job is not None]
-        times = times and any(job.row.policy.can_leave.any() for job in running)
-        waits = payoff is not None and payoff.midway
+        times = measuring and any(job.row.policy.can_leave.any() for job in running)
+        # Where requests join all the time, no call would be without a prompt.
+        waits = payoff is not None and (payoff.midway or self._joined)
         if not (times and (waits or any(job.fresh for job in running))):
             self._fill_slots()
         running = [job for job in self._slots if job is not None]
@@ -301,8 +306,8 @@ class Scheduler(StepLoop, Generic[E]):
         self._dispatch(payoff is None or payoff.exits)
         if payoff is not None and not payoff.measuring:
             payoff.add(0.0, 1)
-        # The outputs of this call are read in the next step.
-        return self._collect(1) + self._take_ended()
+        # The outputs of this call are read in the next step, or at once if that one may be timed.
+        return self._collect(0 if measuring else 1) + self._take_ended()
 
     def _step_timed(self, payoff: Payoff) -> list[RequestOutput]:
         """Run a call and report its time to `payoff`, unless it compiled."""
@@ -313,7 +318,7 @@ class Scheduler(StepLoop, Generic[E]):
         outputs = self._collect(0)
         seconds, emitted = self._clock() - begin, sum(len(o.tokens) for o in outputs)
         payoff.add(seconds if self._warm else None, emitted)
-        self._warm = True
+        self._warm, self._joined = True, self._joined and payoff.midway
         return outputs
 
     def _enqueue(self, job: ScheduledRequest) -> None:
@@ -349,6 +354,7 @@ class Scheduler(StepLoop, Generic[E]):
         self.state = self.engine.insert(self.state, made, slots)
         for job, slot in zip(jobs, slots, strict=True):
             job.slot, self._slots[slot], job.fresh = slot, job, True
+        self._joined = True
         # Some engines emit first tokens in `prefill`, by row and not by slot.
         self._track(first, jobs, False)
 

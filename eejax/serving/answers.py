@@ -115,7 +115,7 @@ def engine_requests(
     most = ready.context if limit == 0 else ready.context - 1
     require(
         0 < len(prompt) <= most,
-        "prompt",
+        body.text_field,
         f"{len(prompt)} tokens",
         f"must have 1 to {most}, as the model's context is {ready.context}",
     )

@@ -27,7 +27,13 @@ from eejax.serving.text import TokenOffsets
 
 
 def encode(
-    ready: EngineReady, text: str, *, limited: bool = True, marked: bool = False, **how
+    ready: EngineReady,
+    text: str,
+    *,
+    field: str = "prompt",
+    limited: bool = True,
+    marked: bool = False,
+    **how,
 ) -> list[int]:
     """Return the ids of a text, or of one that a chat template wrote (`marked`).
 
@@ -40,14 +46,14 @@ def encode(
         # Counting the tokens of such a text would take long.
         if limited and size > (ready.context + 1) * longest:
             message = (
-                f"prompt = {size} bytes: must have at most {ready.context} tokens, the context,"
+                f"{field} = {size} bytes: must have at most {ready.context} tokens, the context,"
             )
-            raise APIError(400, f"{message} of {longest} bytes each at most.", param="prompt")
+            raise APIError(400, f"{message} of {longest} bytes each at most.", param=field)
         if marked:
             return ready.tokenizer.encode_marked(text).tolist()
         return ready.tokenizer.encode(text, **how).tolist()
     except DataError as error:
-        raise APIError(400, f"prompt: {error}", param="prompt") from error
+        raise APIError(400, f"{field}: {error}", param=field) from error
 
 
 def check_tokens(ready: EngineReady, tokens: Sequence[int], param: str) -> None:
@@ -116,12 +122,12 @@ class ResponseBuilder(abc.ABC):
         async with contextlib.aclosing(self.pieces()) as pieces:
             async for piece in pieces:
                 self.counts[piece.choice] = piece.num_tokens
-                for choice in self.parts(piece):
+                for choice in await self.parts(piece):
                     yield head | dict(choices=[choice]) | more
         if counted:
             yield head | dict(choices=[], usage=usage(self.prompts, self.counts))
 
-    def parts(self, piece: ChoiceDelta) -> list[dict]:
+    async def parts(self, piece: ChoiceDelta) -> list[dict]:
         """Return the choices that report a delta, each in a chunk of its own."""
         return [self.part(piece)]
 
@@ -235,9 +241,18 @@ class CompletionResponse(ResponseBuilder):
         index, text, tokens, finish, _ = piece
         return self._choice(index, text, tokens, finish)
 
+    async def parts(self, piece: ChoiceDelta) -> list[dict]:
+        if self.scores_prompts and piece.choice not in self.started_choices:
+            return [await asyncio.to_thread(self.part, piece)]  # takes long for a long prompt
+        return [self.part(piece)]
+
     async def whole(self) -> dict:
         found = await self.gathered()
-        choices = [self._choice(i, *one) for i, one in enumerate(found)]
+
+        def choices_of() -> list[dict]:
+            return [self._choice(i, *one) for i, one in enumerate(found)]
+
+        choices = await asyncio.to_thread(choices_of)  # takes long for long prompts with logprobs
         own = dict(object=self.kind, choices=choices, usage=usage(self.prompts, self.counts))
         return self.head | own
 
@@ -344,9 +359,9 @@ class ChatResponse(ResponseBuilder):
             options=body.chat_template_kwargs,
         )
         # The template itself writes the tokens that begin a text.
-        return [encode(self.ready, text, marked=True)]
+        return [encode(self.ready, text, field=self.body.text_field, marked=True)]
 
-    def parts(self, piece: ChoiceDelta) -> list[dict]:
+    async def parts(self, piece: ChoiceDelta) -> list[dict]:
         first = []
         if piece.choice not in self.started_choices:
             self.started_choices.add(piece.choice)

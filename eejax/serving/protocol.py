@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -104,6 +104,7 @@ class GenerationRequest(RequestModel):
     models, `objective` takes the place of the exit rules.
     """
 
+    text_field: ClassVar[str] = "prompt"  # which errors name
     model: str
     temperature: Nullable[float] = Field(1.0, ge=0, le=100)
     top_p: Nullable[float] = Field(1.0, gt=0, le=1)
@@ -210,6 +211,7 @@ class ChatRequest(GenerationRequest):
     continue_final_message, which transformers' chat templates know.
     """
 
+    text_field: ClassVar[str] = "messages"
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_tokens: int | None = Field(None, ge=1, lt=2**31)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)

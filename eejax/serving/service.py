@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextlib
 import dataclasses
+import logging
 import multiprocessing
 import queue
 import threading
@@ -37,6 +38,8 @@ from eejax.serving.messages import (
     ScoreRequest,
     StepReport,
 )
+
+_log = logging.getLogger(__name__)
 
 LATE = 0.5  # seconds in which an engine may still report a request past its deadline
 STARTING, READY, DRAINING, DEAD, STOPPED = "starting", "ready", "draining", "dead", "stopped"
@@ -311,14 +314,14 @@ class Service:
         match message:
             case StepReport(outputs, load, report):
                 self.load = load
-                self._watch("load", load)
-                if report is not None:
-                    self.report = report
-                    self._watch("report", report)
                 for output in outputs:
                     self._tell(output)
                     if output.finish:
                         self._leaving.discard(output.request_id)
+                self._notify("load", load)
+                if report is not None:
+                    self.report = report
+                    self._notify("report", report)
             case RequestRefused() | ScoreReply():
                 self._tell(message)
                 self._leaving.discard(message.request_id)
@@ -329,11 +332,18 @@ class Service:
             self._tell(RequestOutput(id_, (), FinishReason.LOST))
         self._leaving.clear()
         self.load = EngineLoad(0, 0, 0, self.load.capacity)
-        self._watch("load", self.load)
+        self._notify("load", self.load)
+
+    def _notify(self, name: str, value: Any) -> None:
+        """Call `watch`; what fails there, such as a print to a closed terminal, stops nothing."""
+        try:
+            self._watch(name, value)
+        except Exception:
+            _log.exception("the callback watch failed for %r", name)
 
     def _set(self, state: str) -> None:
         self.state = state
-        self._watch("state", state)
+        self._notify("state", state)
 
     async def _launch(self) -> EngineReady:
         engine = _EngineProcess(self._build, self.options.steps)
@@ -345,7 +355,7 @@ class Service:
             """Handle a message in the event loop; None means that the engine has ended."""
             engine.heard = self._clock()
             if isinstance(message, EngineStarting):
-                self._watch("starting", message.what)
+                self._notify("starting", message.what)
             elif isinstance(message, EngineReady) and not first.done():
                 first.set_result(message)
             elif message is None or isinstance(message, EngineFailed):
@@ -392,7 +402,7 @@ class Service:
                 self._pause = first  # it ran well for a while
             while True:
                 self.restarts += 1
-                self._watch("restart", self.failure)
+                self._notify("restart", self.failure)
                 await asyncio.sleep(self._pause)
                 self._pause = min(2 * self._pause, longest)
                 try:

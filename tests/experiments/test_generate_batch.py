@@ -139,6 +139,7 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         (("--gate=nope",), b"a", "--gate"),
         (("--threshold=nan",), b"a", "--threshold"),
         (("--stop_token=999",), b"a", "--stop_token"),
+        (tuple(f"--stop_token={i}" for i in range(8)), b"a", "--stop_token"),
         (("--seed=-1",), b"a", "--seed"),
         (("--temperature=inf",), b"a", "--temperature"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import numpy as np
 import pytest
 from adding import add
 from fleet_of_one import NEW, OPTIONS, evaluated, fleet_of
@@ -12,6 +13,7 @@ from eejax.common.trees import nbytes
 from eejax.experiments.helios_runs import is_settled
 from eejax.helios import decisions
 from eejax.helios.choices import ModelDepth
+from eejax.helios.disagreement_bound import AnswerAudit
 from eejax.helios.verifier import AnswerVerifier
 from eejax.inference import deepening, partial
 from eejax.inference.engine import EarlyExitEngine
@@ -96,16 +98,22 @@ def test_another_model_serves_in_place_of_one_that_cannot_grow(model, monkeypatc
     assert controller.state.failing == {serves} and controller.current.model != serves
 
 
-def test_an_audit_there_is_no_room_for_is_left_out(model, monkeypatch):
+def not_a_number(self, loaded, prompt, tokens):
+    return AnswerAudit(np.zeros(len(tokens), bool), np.full(len(tokens), np.nan))
+
+
+@pytest.mark.parametrize("judge, why", [(fails, "RESOURCE"), (not_a_number, "the judge's log-")])
+def test_an_audit_that_fails_is_left_out(model, monkeypatch, judge, why):
     """Of an evaluation too, which goes by what was expected."""
     fleet, controller = fleet_of(model, prompts=2, interval=1000, made=dict(audits=1.0))
-    monkeypatch.setattr(AnswerVerifier, "judge", fails)
-    with pytest.warns(UserWarning, match="an answer of 'm' was not audited: RESOURCE"):
+    monkeypatch.setattr(AnswerVerifier, "judge", judge)
+    with pytest.warns(UserWarning, match=f"an answer of 'm' was not audited: {why}"):
         evaluated(fleet, model)
         numbers = [add(fleet, [65 + i], NEW) for i in range(4)]
         outputs = fleet.run()
     assert counted(outputs) == dict.fromkeys(numbers, NEW)
-    assert not fleet.dispatcher.audits and not any(fleet.pool.audited.values())
+    assert not fleet.dispatcher.audits
+    assert judge is not fails or not any(fleet.pool.audited.values())
     (row,) = controller.repository.history("m")
     assert row.telemetry.accuracy == pytest.approx(1.0)  # as the profile says
 

@@ -21,6 +21,7 @@ from eejax.inference.options import ENGINES
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
+from eejax.inference.scheduler import Scheduler
 from eejax.inference.state import RequestRows
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
@@ -301,7 +302,12 @@ def test_what_does_not_fit_an_engine_is_named(subset):
         engine.insert(engine.start(), rows, [0, 1])
     with pytest.raises(ConfigError, match="n = 0: must be"):
         engine.generate(engine.start(), 0)
-    other = EarlyExitEngine.make(p, config, SMALL, slots=2, context=CONTEXT // 2)
+    host = jax.device_get(p)  # as a checkpoint is read
+    other = EarlyExitEngine.make(host, config, SMALL, slots=2, context=CONTEXT // 2)
+    with pytest.raises(ConfigError, match="engine.context = 24: must be at least 48"):
+        Scheduler(engine).replace_engine(other)
+    with pytest.raises(ConfigError, match="logits_params = True: must be False with a Generator"):
+        Generator.make(p, config, EngineOptions(logits_params=True))
     with pytest.raises(ConfigError, match="rows.context = 48: must be that of this engine, 24"):
         other.insert(other.start(), rows, [0])
     for limits in ([2.7], [-5], 3, [1, 2]):

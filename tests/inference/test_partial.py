@@ -99,6 +99,8 @@ def test_depths_there_cannot_be(model):
     for wrong in ((3, 3, 3), (1, 2, 3, 4)):
         with pytest.raises(ConfigError, match="must be one number, or 4 numbers that never rise"):
             PartialModel(p, config, slots=wrong, depth=1, context=CONTEXT)
+    with pytest.raises(ConfigError, match="slots = 0: must be an integer of at least 1"):
+        PartialModel(p, config, slots=(3, 2, 1, 0), depth=1, context=CONTEXT)
     for wrong in (0, 2):
         with pytest.raises(ConfigError, match=rf"depth = {wrong}: must be in 1..1"):
             part.shrink(wrong)

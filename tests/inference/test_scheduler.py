@@ -301,6 +301,25 @@ def test_exits_are_measured_while_requests_come_and_go(subset, prompts):
     assert sorted(o.request_id for o in ends) == numbers and scheduler.idle
 
 
+@pytest.mark.parametrize("slots, limits", [(1, [16] * 30), (3, [8, 24, *[40] * 20])])
+def test_exits_are_measured_where_a_request_joins_after_every_other_call(
+    subset, prompts, slots, limits
+):
+    p, config = subset((1, 3))
+    now = [0.0]
+    options = EngineOptions(cap=4, drafts=0, chunk=16, buckets=(4,))
+    engine = timed(now, 2.0).make(p, config, options, slots=slots, context=64)
+    payoff = Payoff(pairs=1, calls=100)
+    scheduler = Scheduler(engine, steps=8, payoff=payoff, clock=lambda: now[0])
+    policy = ExitPolicy.make(config, 1, 0.999)
+    for text, limit in zip(prompts(6, [5] * len(limits)), limits, strict=True):
+        add(scheduler, text, limit, policy=policy)
+    while payoff.ratio is None:
+        assert not scheduler.idle
+        scheduler.step()
+    assert len(scheduler.waiting) > 5
+
+
 def test_what_cannot_be_scheduled():
     scheduler = Scheduler(ScriptedEngine(said, CONFIG, slots=2, context=16))
     for prompt, limit, more, field in [

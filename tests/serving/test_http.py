@@ -175,6 +175,12 @@ async def test_conversations_by_the_models_template(service):
         asked.pop("max_completion_tokens")
         choice = (await client.post("/v1/chat/completions", json=asked)).json()
         assert choice["usage"]["total_tokens"] == 64
+        for size, message in ((46, "messages = '64 tokens'"), (10**5, "messages = 100018 bytes")):
+            asked["messages"] = [dict(role="user", content="a" * size)]
+            answer = await client.post("/v1/chat/completions", json=asked)
+            error = answer.json()["error"]
+            assert answer.status_code == 400 and error["param"] == "messages"
+            assert error["message"].startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -161,8 +161,12 @@ async def test_what_the_engine_refuses_is_an_error_of_one_request(several):
 @run
 async def test_an_engine_that_dies_is_reported_and_started_again():
     told = []
-    options = ServiceOptions(first_pause=0.05)
-    service = Service(Scripted(), options, watch=lambda name, value: told.append((name, value)))
+
+    def watch(name, value):
+        told.append((name, value))
+        raise BrokenPipeError  # as a print does once nobody reads what is printed
+
+    service = Service(Scripted(), ServiceOptions(first_pause=0.05), watch=watch)
     await service.start()
     process = service._engine.process
     lost = [asyncio.create_task(gathered(service, [STALL, i], 60)) for i in range(6)]
