@@ -33,9 +33,12 @@ def encode(
     field: str = "prompt",
     limited: bool = True,
     marked: bool = False,
-    **how,
+    allow_special: bool = False,
+    begins: bool = True,
 ) -> list[int]:
     """Return the ids of a text, or of one that a chat template wrote (`marked`).
+
+    `allow_special` and `begins` are those of `Tokenizer.encode`.
 
     Raises:
       APIError: for a text that is longer than any context full of tokens, if it is `limited`.
@@ -51,7 +54,8 @@ def encode(
             raise APIError(400, f"{message} of {longest} bytes each at most.", param=field)
         if marked:
             return ready.tokenizer.encode_marked(text).tolist()
-        return ready.tokenizer.encode(text, **how).tolist()
+        own = dict(allow_special=allow_special, begins=begins)
+        return ready.tokenizer.encode(text, **own).tolist()
     except DataError as error:
         raise APIError(400, f"{field}: {error}", param=field) from error
 
@@ -144,11 +148,6 @@ class ResponseBuilder(abc.ABC):
                     ends[choice] = finish
         return [(*found[i], ends[i]) for i in sorted(found)]
 
-    @property
-    def special(self) -> dict[str, bool]:
-        """Arguments for the encoding of clients' text."""
-        return dict(allow_special=self.server.options.allow_special)
-
     def exits(self, tokens: Sequence[Token]) -> dict:
         """Return the field with the tokens' exits if the request wants it, else no field."""
         if not self.body.return_exits:
@@ -199,7 +198,9 @@ class CompletionResponse(ResponseBuilder):
         return [self._encoded(one) for one in prompt if not isinstance(one, int)]
 
     def _encoded(self, prompt: str | list[int]) -> list[int]:
-        ids = encode(self.ready, prompt, **self.special) if isinstance(prompt, str) else prompt
+        allowed = self.server.options.allow_special
+        text = isinstance(prompt, str)
+        ids = encode(self.ready, prompt, allow_special=allowed) if text else prompt
         check_tokens(self.ready, ids, "prompt")
         return ids
 

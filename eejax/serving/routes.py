@@ -182,9 +182,14 @@ async def model(name: str, server: Server) -> dict:
 async def tokenize(body: form.TokenizeRequest, server: Server) -> dict:
     ready = server.service(body.model).require_ready()
     # Of any length: clients cut documents by their tokens.
-    how = dict(limited=False, begins=body.add_special_tokens)
-    how |= dict(allow_special=server.options.allow_special)
-    ids = await asyncio.to_thread(encode, ready, body.prompt, **how)
+    ids = await asyncio.to_thread(
+        encode,
+        ready,
+        body.prompt,
+        limited=False,
+        begins=body.add_special_tokens,
+        allow_special=server.options.allow_special,
+    )
     return dict(tokens=ids, count=len(ids), max_model_len=ready.context)
 
 
