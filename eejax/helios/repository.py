@@ -358,8 +358,11 @@ def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:
     """
     db = sqlite3.connect(path, timeout=WAIT)
     try:
+        db.execute("begin")  # one view of both: another process may make the tables meanwhile
         (version,) = db.execute("pragma user_version").fetchone()
-        if found := tables(db):
+        found = tables(db)
+        db.rollback()
+        if found:
             check_tables(found, version)
         else:  # in one transaction, as another process may open it at the same time
             made = f"{_SCHEMA} pragma user_version = {VERSION};"

@@ -251,10 +251,10 @@ class ModelServer:
         if not 0 < count <= most:
             message = f"prompt = {count} prompts: must be 1 to {most} prompts."
             raise APIError(400, message, param="prompt")
-        if count * n > service.max_requests:
-            message = (
-                f"n = {n}: with {count} prompts must be at most {service.max_requests} choices."
-            )
+        # A server that chooses has fewer slots at times; those who do not fit then get 429.
+        most = ready.slots + service.options.waiting
+        if count * n > most:
+            message = f"n = {n}: with {count} prompts must be at most {most} choices."
             raise APIError(400, message, param="n")
         made = (
             engine_requests(
