@@ -245,10 +245,10 @@ def policy_for(policy: ExitPolicy | None, engine: Engine) -> ExitPolicy:
         f"thresholds of {exits} exits",
         f"must be made of the engine's config, which has {config.n_exits}",
     )
+    drafts = np.minimum(policy.drafts, options.max_drafts)
     if options.leaves_early:
-        return policy
-    drafts = np.minimum(policy.drafts, options.max_drafts).tolist()
-    return ExitPolicy.make(config, requests, drafts=drafts)
+        return policy.replace(drafts=drafts)
+    return ExitPolicy.make(config, requests, drafts=drafts.tolist())
 
 
 def logits_params_for(

@@ -50,7 +50,7 @@ class DataConfig:
       split_seed: seed of the split.
       document_masks: whether attention and positions restart at every document.
       packed: folder for packed tokens, by default in the workdir.
-      max_bytes: maximum bytes of text that are used.
+      max_bytes: maximum bytes of text that are used, of each source of a mixture.
       text_field: field of JSON lines, Parquet files and Hugging Face data sets that holds the text.
       weights: one for each source: the share of the sequences that is drawn from it. The sources
         are then packed separately, and each has its own validation text.

@@ -21,6 +21,7 @@ from eejax.inference.request import EngineRequest
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.scheduler import Scheduler
+from eejax.inference.slot_engine import policy_for
 from eejax.inference.state import RequestRows
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
@@ -248,6 +249,10 @@ def test_a_request_may_have_fewer_drafts_than_the_engine(subset):
         SamplingParams.make(1),
     )
     assert engine.prefill([[1, 2]], rows)[0].state.request.policy.drafts.tolist() == [1]
+    # Drafts that an engine cannot make are no reason to measure what exits save.
+    few = EarlyExitEngine.make(p, config, EngineOptions(cap=4, drafts=0), slots=2, context=48)
+    policy = policy_for(ExitPolicy.make(config, 1, drafts=3), few)
+    assert policy.drafts.tolist() == [0] and not policy.can_leave.any()
 
 
 def timed(now, exits):
