@@ -200,9 +200,13 @@ def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any
         return found.config, found.raw
     family = FAMILIES[kind]
     base = family.read(raw)
-    tied = raw("tie_word_embeddings", family.tied)
-    if tied and _has_unlike_head(Folder(path), family, base, raw):
-        base = base.replace(head="own")
+    if raw("tie_word_embeddings", family.tied):
+        try:
+            folder = Folder(path)
+        except CheckpointError:  # there are no weights to compare; who loads them is told
+            folder = None
+        if folder is not None and _has_unlike_head(folder, family, base, raw):
+            base = base.replace(head="own")
     side = sidecar.opened(path, base)
     return base if side is None else side.config, raw.values
 
