@@ -288,13 +288,11 @@ class Scheduler(StepLoop, Generic[E]):
     def step(self) -> list[RequestOutput]:
         """Fill free slots, dispatch the next call, and return the previous one's outputs."""
         payoff = self.payoff
-        measuring = payoff is not None and payoff.measuring
-        # Prompts, and requests that no exit can end early, do not show whether exits pay.
-        running = [job for job in self._slots if job is not None]
-        times = measuring and any(job.row.policy.can_leave.any() for job in running)
+        times = self._may_time()
         # Where requests join all the time, no call would be without a prompt.
         waits = payoff is not None and (payoff.midway or self._joined)
-        if not (times and (waits or any(job.fresh for job in running))):
+        fresh = any(job is not None and job.fresh for job in self._slots)
+        if not (times and (waits or fresh)):
             self._fill_slots()
         running = [job for job in self._slots if job is not None]
         if not running:
@@ -307,7 +305,13 @@ class Scheduler(StepLoop, Generic[E]):
         if payoff is not None and not payoff.measuring:
             payoff.add(0.0, 1)
         # The outputs of this call are read in the next step, or at once if that one may be timed.
-        return self._collect(0 if measuring else 1) + self._take_ended()
+        return self._collect(0 if self._may_time() else 1) + self._take_ended()
+
+    def _may_time(self) -> bool:
+        """Return whether the next call may show if exits pay: one of its requests can leave."""
+        if self.payoff is None or not self.payoff.measuring:
+            return False
+        return any(job is not None and job.row.policy.can_leave.any() for job in self._slots)
 
     def _step_timed(self, payoff: Payoff) -> list[RequestOutput]:
         """Run a call and report its time to `payoff`, unless it compiled."""

@@ -253,7 +253,8 @@ class CompletionResponse(ResponseBuilder):
         def choices_of() -> list[dict]:
             return [self._choice(i, *one) for i, one in enumerate(found)]
 
-        choices = await asyncio.to_thread(choices_of)  # takes long for long prompts with logprobs
+        # Log-probabilities of long prompts take long.
+        choices = await asyncio.to_thread(choices_of) if self.scores_prompts else choices_of()
         own = dict(object=self.kind, choices=choices, usage=usage(self.prompts, self.counts))
         return self.head | own
 

@@ -21,6 +21,7 @@ from eejax.common.fields import (
 )
 from eejax.data.blend import shares_of
 from eejax.data.loader import BatchSchedule
+from eejax.data.records import CHAT, COMPLETION
 from eejax.losses import schedules
 from eejax.losses.objective import CROSS_ENTROPY, LossObjective
 from eejax.models.config import ModelConfig
@@ -301,7 +302,7 @@ class Experiment:
             "must be 'none' where exits are tuned: no stage waits for a backward pass there",
         )
         sources = [self.data.source] if isinstance(self.data.source, str) else self.data.source
-        supervised = [s for s in sources if s.startswith(("chat:", "completion:"))]
+        supervised = [s for s in sources if s.partition(":")[0] in (CHAT, COMPLETION)]
         require(
             not supervised or self.pipeline.fill == "none",
             "pipeline.fill",

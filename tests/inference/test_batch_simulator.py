@@ -287,6 +287,15 @@ def test_what_cannot_be_simulated():
     assert best_plan(one, costs, ENGINE, bound=1.0).simulated.tokens == 1
 
 
+def test_a_tuned_engine_adapts_its_drafts_as_before(subset, prompts):
+    p, config = subset((1, 3))
+    options = EngineOptions("speculative", cap=4, drafts=2, chunk=16, buckets=(4,))
+    engine = EarlyExitEngine.make(p, config, options, slots=2, context=64)
+    costs = StepCosts(0.5, (6.0, 3.0), (0.7, 0.4), 0.3, 20.0, 2.0, (1, 4))
+    found = batch_costs.tune(engine, prompts(3, [8, 8]), new=8, costs=costs)
+    assert float(found.engine.plan.draft_cost) == float(engine.plan.draft_cost) > 0
+
+
 @pytest.mark.parametrize(
     "change, field",
     [

@@ -15,6 +15,7 @@ from absl import logging
 from small_runs import STEPS, config, stop_at, write_text
 
 from eejax import data
+from eejax.checkpoint.files import finished_steps
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.data import Loader
@@ -82,6 +83,17 @@ def same(a, b):
     assert step == step2 and records == records2 and position == position2
     for x, y in zip(arrays, arrays2, strict=True):
         assert x.tobytes() == y.tobytes()
+
+
+def test_an_evaluation_without_a_token_keeps_what_was_trained(tmp_path):
+    record = json.dumps({"prompt": "x" * 777, "completion": "y"}) + "\n"
+    (tmp_path / "a.jsonl").write_text(record * 40)
+    values = config(tmp_path, steps=4, eval_every=2, eval_batches=1, checkpoint_every=0)
+    values["train"] |= {"batch_size": 1, "microbatches": 1}
+    values["data"]["source"] = f"completion:{tmp_path}/a.jsonl"
+    with pytest.raises(DataError, match="none of the windows that were chosen has a token that c"):
+        fit(Experiment.from_dict(values), tmp_path / "run")
+    assert finished_steps(tmp_path / "run" / "checkpoints") == [2]
 
 
 def test_a_run_learns_and_records(uninterrupted):
