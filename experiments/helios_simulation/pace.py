@@ -86,8 +86,11 @@ class StepSeconds:
             in_place=tuple(d * costs.layer[0] + costs.exit_check[0] for d in costs.depths),
         )
 
-    def seconds(self, e: int, counts: Sequence[int]) -> float:
-        """Return the seconds of segment e, given the number of rows of each text."""
+    def seconds(self, e: int, counts: Sequence[int], slots: int) -> float:
+        """Return the seconds of segment e, given the number of rows of each text.
+
+        A row of the only slot runs in place, as in the engine (`schedule.select_batch`).
+        """
         k, row = sum(counts), self.rows[e]
         if not k:
             return 0.0
@@ -95,7 +98,7 @@ class StepSeconds:
         if self.spans:
             found += self.spans[e] * sum(-(-count // SPAN) for count in counts)
         if self.in_place and max(counts) == 1:
-            found = min(found, self.in_place[e])
+            found = self.in_place[e] if slots == 1 else min(found, self.in_place[e])
         return found
 
     def reading(self, counts: Sequence[int], depth: int) -> float:

@@ -180,7 +180,7 @@ class SimulatedModel:
         seconds = self.pace.step
         for s in range(self.depth):
             counts = self._go([row for row in live if self._decodes(row[0])], s)
-            seconds += self.pace.seconds(s, counts)
+            seconds += self.pace.seconds(s, counts, self.slots)
             self.flops += sum(counts) * self.profile.energy[s]
         for job, _, _ in live:
             job.stage = max(job.stage, 0)  # the next token

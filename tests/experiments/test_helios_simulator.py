@@ -289,12 +289,13 @@ def test_hindsight_takes_what_is_best_for_each_stretch():
 def test_paces():
     costs = StepCosts(0.1, (3.0, 1.0, 4.0), (0.0, 0.5, 1.0), 0.75, 6.0, 3.0, (1, 2))
     got = StepSeconds.of(costs, (2, 8), 64)
-    assert got.seconds(0, []) == 0.0 and got.seconds(0, [16]) == 10.0 + 4 * 0.75
+    assert got.seconds(0, [], 3) == 0.0 and got.seconds(0, [16], 3) == 10.0 + 4 * 0.75
     assert got.step == 0.1 and got.chunk == (2.0, 4.0) and got.max_rows == 8
     assert got.rows[0] == (1.5, 1.5, *(5.0,) * 6) and got.rows[1][:3] == (2.5, 2.5, 9.0)
     # One span, then two; three rows are faster in place, unless two of them are of one text.
-    assert [got.seconds(0, [1] * k) for k in (1, 2, 3)] == [2.25, 3.0, 3.0]
-    assert got.seconds(0, [2, 1]) == 5.0 + 2 * 0.75 and got.seconds(0, [5]) == 5.0 + 2 * 0.75
+    assert [got.seconds(0, [1] * k, 3) for k in (1, 2, 3)] == [2.25, 3.0, 3.0]
+    assert got.seconds(0, [2, 1], 3) == 5.0 + 2 * 0.75 == got.seconds(0, [5], 3)
+    assert got.seconds(0, [1], 1) == 3.0  # a row of the only slot never runs packed
     # Of a chunk's spans, 32 tokens each, two are of the first prompt.
     assert got.reading([33, 31], 1) == 2.0 + 3 * 1.0 and got.reading([64], 2) == 6.0 + 2 * 3.0
     with pytest.raises(ConfigError, match="pace"):
@@ -364,7 +365,7 @@ def test_steps_take_what_the_engines_own_decisions_do(data):
 
 def test_rows_that_wait_go_through_what_has_grown_behind_them_too():
     exits = [[0, 0, 0, 2, 0]]
-    costs = StepCosts(0.0, (1e6, 1.0), (0.0, 0.0), 0.0, 0.0, 0.0, (1, 1, 1))
+    costs = StepCosts(0.0, (1.0, 1.0), (0.0, 0.0), 0.0, 0.0, 0.0, (1, 1, 1))
     part = SimulatedModel(
         model(exits, 1),
         profile(n=3),
@@ -378,10 +379,8 @@ def test_rows_that_wait_go_through_what_has_grown_behind_them_too():
     job = SimulatedRequest(number=0, order=(0, 0), came=0.0, part=part)
     part.waiting.append(job)
     part.join()
-    assert part.call(0.0).end == 2.0 and job.remaining == [
-        0,
-        2,
-    ]  # a prompt, and two by the first exit
+    # A prompt, and two by the first exit.
+    assert part.call(0.0).end == 2.0 and job.remaining == [0, 2]
     part.grow(3, 2.0)
     assert part.grown() == (1 + 3) * 0.5 and job.remaining == [0, 2, 2]
     before = part.flops

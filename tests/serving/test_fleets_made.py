@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 import re
+import types
 
 import jax
 import numpy as np
@@ -17,8 +19,9 @@ from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import ConfigError, DataError
 from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer
-from eejax.helios import measurements
+from eejax.helios import measurements, profiles
 from eejax.helios.choices import ControllerOptions
+from eejax.helios.loading import ModelLoad
 from eejax.helios.objectives import ServiceObjective
 from eejax.inference import capacity
 from eejax.inference.partial import PartialModel
@@ -30,6 +33,19 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     """Models have fewer slots the more of them is loaded, and loading takes a while. What is asked
     for changes with every choice: the exits save time, and the last one is the most accurate."""
     monkeypatch.setattr(fleets, "room", lambda *args: (4, 2))
+    ticks = itertools.count()
+
+    def clock():  # what is chosen depends on no other work of this machine
+        return next(ticks) / 1000
+
+    def measure(*args, **kwargs):
+        found = profiles.measure(*args, **kwargs, clock=clock)
+        times = dict.fromkeys(("seconds", "prefill", "load", "rebuild"), (0.002, 0.002))
+        return dataclasses.replace(found, **times)
+
+    monkeypatch.setattr(measurements, "measure", measure)
+    monkeypatch.setattr(fleets, "Fleet", functools.partial(fleets.Fleet, clock=clock))
+    monkeypatch.setattr(fleets, "time", types.SimpleNamespace(time=clock))
     passes = [f"{what} depth {d} of 2" for what in ("compiling", "measuring") for d in (1, 2)]
     with caplog.at_level("INFO", LOG):
         made = TinyFleet(alike=True)().fleet(4)
@@ -52,14 +68,13 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     def ask(i):
         return (add(made, [65 + i % 9] * (1 + i % 12), 1 + i % 19), 1 + i % 19)
 
-    came = PartialModel.growth_ready
-
     def late(part):
         part.looks = getattr(part, "looks", 0) + 1 if part.target_segments > part.depth else 0
-        return part.looks > 4 and came.fget(part)
+        return part.looks > 4
 
     monkeypatch.setattr(PartialModel, "growth_ready", property(late))
-    before, wanted = len(compiled), dict(map(ask, range(44)))
+    monkeypatch.setattr(ModelLoad, "done", lambda load: load.result() is not None)  # waits
+    before, wanted = len(compiled), dict(map(ask, range(66)))
     found: collections.Counter = collections.Counter()
     objectives = itertools.cycle(map(ServiceObjective.of, ("accuracy", "throughput")))
     decisions, known = made.controller.decisions, len(made.controller.decisions)

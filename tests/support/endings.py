@@ -11,7 +11,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import launchers
-from absl import flags, logging
+from absl import logging
 
 from eejax.experiments import launch
 
@@ -54,7 +54,7 @@ def ended(name: str, *arguments: object) -> Ending:
 def _process_kept() -> Iterator[None]:
     """Leave out what would last until this process ends, and take away what a config file left."""
     sys.modules.pop("config_config", None)  # a file before this one, as ml_collections calls it
-    names, verbosity = {*flags.FLAGS}, logging.get_verbosity()
+    verbosity = logging.get_verbosity()
 
     def run(main, flags_parser):
         sys.exit(main(flags_parser(sys.argv)))
@@ -67,5 +67,3 @@ def _process_kept() -> Iterator[None]:
             yield
         finally:
             logging.set_verbosity(verbosity)
-            for name in {*flags.FLAGS} - names:
-                delattr(flags.FLAGS, name)

@@ -25,7 +25,7 @@ def functions_of(name: str) -> types.ModuleType:
         module = importlib.import_module(name)
     if name not in _FLAGS:
         _FLAGS[name] = flags.FLAGS.get_flags_for_module(name)
-        _remove(_FLAGS[name])
+        _remove({flag.name for flag in _FLAGS[name]})
     return module
 
 
@@ -65,15 +65,16 @@ def parsed(name: str, *arguments: str) -> Iterator[None]:
 @contextlib.contextmanager
 def _flags_of(name: str) -> Iterator[types.ModuleType]:
     module = functions_of(name)
+    names = {*flags.FLAGS}
     for flag in _FLAGS[name]:
         flags.FLAGS[flag.name] = flag
     try:
         yield module
     finally:
         flags.FLAGS.unparse_flags()
-        _remove(_FLAGS[name])
+        _remove({*flags.FLAGS} - names)  # fields that were set, as --config.train.steps, are flags
 
 
-def _remove(which: list[flags.Flag]) -> None:
-    for flag in which:
-        delattr(flags.FLAGS, flag.name)
+def _remove(names: set[str]) -> None:
+    for name in names:
+        delattr(flags.FLAGS, name)
