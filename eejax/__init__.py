@@ -10,7 +10,7 @@ _HERE = ("LanguageModel", "calibrate", "generate", "grade", "load", "tune")
 def __getattr__(name: str):
     """`eejax.load` and the like, imported when they are used, as JAX is with them."""
     if name in _HERE:
-        return getattr(importlib.import_module("eejax.interop.pretrained"), name)
+        return getattr(importlib.import_module("eejax.interop.api"), name)
     raise AttributeError(f"module 'eejax' has no attribute {name!r}")
 
 

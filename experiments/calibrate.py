@@ -170,7 +170,7 @@ def text(run, workdir: pathlib.Path):
         except DataError as error:
             raise DataError(f"--source = {','.join(_SOURCE.value)!r}: {error}") from error
     else:
-        launch.require_text(run.model.metadata, config.source, run.workdir)
+        launch.require_text(config.source, run.workdir)
         own = (config.source,) if isinstance(config.source, str) else config.source
         print(f"text: {', '.join(own)} (the base's)")
         try:

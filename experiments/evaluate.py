@@ -49,7 +49,7 @@ def main() -> None:
             )
             batches = [(1.0, (inputs.strip(batch, config.document_masks) for batch in batches))]
         else:
-            launch.require_text(model.metadata, config.source, _RUN["workdir"], "text")
+            launch.require_text(config.source, _RUN["workdir"], "text")
             batches = inputs.held_out(config, run.dataset(), _BATCH_SIZE.value, _BATCHES.value)
         own = f"the run's held-out part of {config.source}"
         launch.say(f"evaluating on {', '.join(_TEXT.value) or own} ...")

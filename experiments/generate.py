@@ -53,7 +53,8 @@ USED_BY = {
     for names, engines in (
         ("threshold gate exits min_exit_layer decay prefill_exit num_segments", LEAVING),
         ("cap", ("recompute", "pipelined", "auto", "speculative", "auto_speculative")),
-        ("drafts draft_exit adapt", ("speculative", "auto_speculative")),
+        ("drafts", ("recompute", "auto", "speculative", "auto_speculative")),
+        ("draft_exit adapt", ("speculative", "auto_speculative")),
         ("propagate", ("propagate",)),
         ("stage_layers", ("pipelined",)),
     )

@@ -17,7 +17,7 @@ def batches(run, tokens: int) -> Iterator[Mapping[str, np.ndarray]]:
     from eejax.train import inputs
 
     config = run.experiment.data
-    launch.require_text(run.model.metadata, config.source, run.workdir, "source of import_hf")
+    launch.require_text(config.source, run.workdir, flag=None)
     parts = inputs.held_out(config, run.dataset(), BATCH, max(1, tokens // (BATCH * config.length)))
     return itertools.chain.from_iterable(batches for _, batches in parts)
 

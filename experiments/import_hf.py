@@ -22,7 +22,7 @@ _TOKENIZER = flags.DEFINE_string(
     None,
     "'bytes', a tokenizer.json, a .model or a folder; the model's own by default.",
 )
-_SOURCE = flags.DEFINE_list("source", None, "Text files or globs; Python's own library by default.")
+_SOURCE = flags.DEFINE_list("source", None, "Text files or globs; none by default.")
 _LENGTH = flags.DEFINE_integer("length", None, "Tokens of a sequence; up to 256 by default.")
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16", "float16"], "Dtype of the model's computation."
@@ -34,7 +34,7 @@ def main() -> None:
     from eejax.checkpoint.hf.load import fetched
     from eejax.common import progress
     from eejax.common.trees import size
-    from eejax.train.pretrained import import_pretrained
+    from eejax.train.imported import import_pretrained
 
     path = fetched(_MODEL.value)
     text = {} if _SOURCE.value is None else {"source": tuple(_SOURCE.value)}

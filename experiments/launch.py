@@ -150,7 +150,8 @@ def flags_named(renamed: Mapping[str, str]) -> Iterator[None]:
 def with_flag(error: str, renamed: Mapping[str, str] = types.MappingProxyType({})) -> str | None:
     """Replace the setting's name at an error's beginning by its flag's; None without one."""
     field = re.match(r"[\w.]*", error)[0]
-    flag = renamed.get(field, field if field in flags.FLAGS else None)
+    own = field.rpartition(".")[2] if field[:1].isupper() else field  # of a class of options
+    flag = renamed.get(own, own if own in flags.FLAGS else None)
     return None if flag is None else f"--{flag}{error[len(field) :]}"
 
 
@@ -349,19 +350,22 @@ def _shown(value) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def require_text(
-    metadata: Mapping[str, object], source: object, workdir: object, flag: str = "source"
-) -> None:
-    """Raise `ConfigError` if no text was chosen for a run.
+def require_text(source: object, workdir: object, flag: str | None = "source") -> None:
+    """Raise `ConfigError` if a run has no text: its model was imported without one.
 
-    That is so for a model that was imported without one, for which the default is Python's own
-    library.
+    Args:
+      source: the run's `data.source`.
+      workdir: its folder.
+      flag: the flag that names a text instead; None if the command has none.
     """
-    from eejax import data
+    if source == ():
+        from eejax.data import PYTHON_STDLIB
 
-    if "pretrained" in metadata and source == data.PYTHON_STDLIB:
+        field, again = f"--{flag}", "Give"
+        if flag is None:
+            field, flag, again = "data.source", "source", "Import it again (eejax import-hf) with"
         raise ConfigError(
-            f"--{flag} = None: must name a text, as {workdir} was imported without one. Give files "
-            "or globs of text like the model's future input, or "
-            f"--{flag}={data.PYTHON_STDLIB} for the library of this Python."
+            f"{field} = None: must name a text, as {workdir} was imported without one. {again} "
+            f"--{flag}=FILES, files or globs of text like the model's future input, or "
+            f"--{flag}={PYTHON_STDLIB} for the library of this Python."
         )

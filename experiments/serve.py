@@ -26,8 +26,9 @@ from eejax.common.errors import ConfigError, DataError, require_one_of
 from eejax.experiments import field_flags, launch, prompt_files
 from eejax.gates.confidence import GATES
 from eejax.helios.choices import ControllerOptions
+from eejax.helios.objectives import NAMED
 from eejax.serving import fleets
-from eejax.serving.http import HttpOptions
+from eejax.serving.http import KEYS, HttpOptions, environment_keys
 from eejax.serving.models import ServedModel
 from eejax.serving.service import Service, ServiceOptions
 from eejax.sharding.mesh import MeshConfig
@@ -64,7 +65,7 @@ _MESH = field_flags.define(
     {"model": "mesh.model"},
     helps={"model": "Devices over which each model's matrices are cut"},
 )
-_SERVICE = field_flags.define(ServiceOptions, ("waiting", "steps", "grace"), defaults={"steps": 4})
+_SERVICE = field_flags.define(ServiceOptions, ("waiting", "steps", "grace"))
 _HTTP = field_flags.define(
     HttpOptions, {"body": "max_body", "n": "max_n", "allow_special": "allow_special"}
 )
@@ -77,7 +78,7 @@ _KEYS = flags.DEFINE_string(
 _OBJECTIVE = flags.DEFINE_enum(
     "objective",
     None,
-    ["throughput", "response_time", "accuracy", "perplexity", "energy", "goodput"],
+    [*NAMED],
     'Serve all models as one, "auto": the server chooses the model and its loaded layers.',
 )
 _LIMITS = flags.DEFINE_list(
@@ -154,18 +155,17 @@ def named(flag: str, what: str, values: list[str]) -> dict[str, str]:
 
 def keys() -> tuple[str, ...]:
     if _KEYS.value is None:
-        given = os.environ.get("EEJAX_KEYS", "").split(",")
-    else:
-        try:
-            with open(_KEYS.value, encoding="utf-8-sig") as file:
-                given = file.read().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--keys = {_KEYS.value!r}: cannot be read ({error}).") from error
-        if not any(key.strip() for key in given):
-            raise ConfigError(f"--keys = {_KEYS.value!r}: holds no key.")
-    found = tuple(key.strip() for key in given if key.strip())
-    if not found and "EEJAX_KEYS" in os.environ:
-        launch.say("$EEJAX_KEYS holds no key: none is required")
+        found = environment_keys()
+        if not found and KEYS in os.environ:
+            launch.say(f"${KEYS} holds no key: none is required")
+        return found
+    try:
+        with open(_KEYS.value, encoding="utf-8-sig") as file:
+            found = tuple(filter(None, map(str.strip, file)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--keys = {_KEYS.value!r}: cannot be read ({error}).") from error
+    if not found:
+        raise ConfigError(f"--keys = {_KEYS.value!r}: holds no key.")
     return found
 
 

@@ -95,7 +95,7 @@ def text(base) -> dict:
         metadata = load_metadata(_BASE.value, step=_BASE_STEP.value)
         values = dataclasses.asdict(saved_experiment(metadata).data)
         if not _SOURCE.value:
-            launch.require_text(metadata, values["source"], _BASE.value)
+            launch.require_text(values["source"], _BASE.value)
     else:
         require(
             bool(_SOURCE.value),

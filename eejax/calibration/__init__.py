@@ -1,5 +1,6 @@
 """Routers and thresholds: training, the quality-speed frontier, thresholds with a guarantee."""
 
+from eejax.calibration.calibration import Calibration, calibrate_model
 from eejax.calibration.frontier import (
     ExitScores,
     FrontierPoint,
@@ -20,7 +21,6 @@ from eejax.calibration.guarantee import (
     unit_risks,
     unlike,
 )
-from eejax.calibration.pretrained import Calibration, calibrate_model
 from eejax.calibration.routers import Quality, RouterOptions
 from eejax.calibration.thresholds import thresholds_for
 

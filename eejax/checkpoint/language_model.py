@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import os
 import pathlib
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from eejax.checkpoint.hf import generation
 from eejax.checkpoint.hf.load import fetched, load_pretrained
 from eejax.checkpoint.hf.save import save_pretrained
 from eejax.common.errors import CheckpointError, DataError, require
@@ -22,7 +22,7 @@ from eejax.data.tokenizers import BYTES, MARKER, ByteTokenizer, Tokenizer, check
 from eejax.models.config import ModelConfig
 
 OWN_TOKENIZER = ("tokenizer.json", "tokenizer.model", MARKER)
-API = "eejax.interop.pretrained"  # a later room, whose functions implement the methods
+API = "eejax.interop.api"  # a later room, whose functions implement the methods
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -37,8 +37,8 @@ class LanguageModel:
       tokenizer: tokenizer.
       source: folder that it was read from, or None.
       step: step of its checkpoint; None for a model that was not read from a run.
-      metadata: metadata of its checkpoint.
-      generation: contents of generation_config.json, which `save` writes back.
+      metadata: metadata of its checkpoint; of a pretrained model `Pretrained.facts` as
+        "pretrained".
       calibration: results of `calibrate` (`eejax.calibration.Calibration`), or None.
       cache: objects that were prepared or compiled for this model, kept for reuse.
     """
@@ -49,9 +49,13 @@ class LanguageModel:
     source: pathlib.Path | None = None
     step: int | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
-    generation: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     calibration: Any = dataclasses.field(default=None, repr=False)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, init=False)
+
+    @property
+    def generation(self) -> Mapping[str, Any]:
+        """Contents of generation_config.json, {} for a model without a pretrained one below it."""
+        return self.metadata.get("pretrained", {}).get("generation", {})
 
     def save(self, path: str | os.PathLike) -> None:
         """Save a folder that transformers opens, with exits and routers beside the weights.
@@ -112,7 +116,8 @@ def load(
     path = fetched(source)
     found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh, watch=watch)
     own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
-    return LanguageModel(found.config, found.params, own, source=path, generation=found.generation)
+    metadata = {"pretrained": found.facts}
+    return LanguageModel(found.config, found.params, own, source=path, metadata=metadata)
 
 
 def has_tokenizer(path: pathlib.Path) -> bool:
@@ -160,12 +165,6 @@ def tokenizer_of(
 
 def _ends(path: pathlib.Path, raw: Mapping[str, Any], vocab_size: int) -> list[int]:
     """List the end-of-text tokens that config.json and generation_config.json name."""
-    declared = [raw.get("eos_token_id")]
-    file = path / "generation_config.json"
-    if file.is_file():
-        try:
-            declared.append(json.loads(file.read_text(encoding="utf-8")).get("eos_token_id"))
-        except (OSError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{file}: cannot be read ({error}).") from error
+    declared = [of.get("eos_token_id") for of in (raw, generation.read(path, raw))]
     ids = [i for each in declared for i in (each if isinstance(each, list) else [each])]
     return list(dict.fromkeys(i for i in ids if isinstance(i, int) and 0 <= i < vocab_size))

@@ -123,13 +123,7 @@ def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> LanguageMod
 
 
 def _loaded(path, config, params, tokenizer, step, metadata) -> LanguageModel:
-    generation = generation_of(metadata)
-    return LanguageModel(config, params, tokenizer, path, step, metadata, generation)
-
-
-def generation_of(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the generation_config.json of an imported run's model, {} for any other run."""
-    return metadata.get("pretrained", {}).get("generation", {})
+    return LanguageModel(config, params, tokenizer, path, step, metadata)
 
 
 def is_run(path: pathlib.Path) -> bool:

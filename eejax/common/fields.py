@@ -81,6 +81,11 @@ def is_a(value: Any, type_: Any) -> bool:
         return any(type(value) is type(choice) and value == choice for choice in arguments)
     if origin is tuple:
         return isinstance(value, tuple) and all(is_a(v, arguments[0]) for v in value)
+    if origin is Mapping:
+        key, element = arguments
+        return isinstance(value, Mapping) and all(
+            is_a(k, key) and is_a(v, element) for k, v in value.items()
+        )
     if isinstance(type_, type) and dataclasses.is_dataclass(type_):
         return isinstance(value, (Mapping, type_))
     if type_ in (int, float):
@@ -95,18 +100,34 @@ def members(type_: Any) -> tuple[Any, ...]:
 
 
 def type_name(type_: Any) -> str:
-    """Return an annotation as it is written, without ranges."""
+    """Return an annotation in words, without ranges."""
     if len(members(type_)) > 1:
-        return " | ".join(map(type_name, members(type_)))
+        return " or ".join(map(type_name, members(type_)))
     origin, arguments = _origin(type_), typing.get_args(type_)
     if origin is Annotated:
         return type_name(arguments[0])
     if origin is Literal:
-        return f"one of {', '.join(map(repr, arguments))}"
+        choices = ", ".join(map(repr, arguments))
+        return choices if len(arguments) == 1 else f"one of {choices}"
     if origin is tuple:
-        return f"tuple[{type_name(arguments[0])}, ...]"
-    names = {bool: "True or False", types.NoneType: "None"}
-    return names.get(type_) or getattr(type_, "__name__", str(type_))
+        return f"a tuple of {_plural(arguments[0])}"
+    if origin is Mapping:
+        return f"a mapping of {_plural(arguments[0])} to {_plural(arguments[1])}"
+    return _NAMES.get(type_) or getattr(type_, "__name__", str(type_))
+
+
+_NAMES = {
+    bool: "True or False",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    types.NoneType: "None",
+}
+
+
+def _plural(type_: Any) -> str:
+    name = type_name(type_)
+    return f"{name.split(' ', 1)[1]}s" if name.startswith(("a ", "an ")) else name
 
 
 def _origin(type_: Any) -> Any:

@@ -50,7 +50,6 @@ def save_for_transformers(tokenizer: Tokenizer, path: str | os.PathLike, context
     values: dict[str, Any] = {"model_max_length": context, "clean_up_tokenization_spaces": False}
     if definition is not None:
         values["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if definition is not None:
         definition = _beginning(definition, tokenizer)
         with open(os.path.join(path, JSON), "w", encoding="utf-8") as file:
             file.write(definition)

@@ -6,15 +6,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from types import MappingProxyType
-from typing import Any, Final, Literal, NamedTuple, Self
+from typing import Annotated, Any, Final, Literal, NamedTuple, Self
 
 import numpy as np
+from annotated_types import Interval
 
-from eejax.common.errors import require, require_count
+from eejax.common.errors import require
+from eejax.common.fields import NonNegativeFloat, NonNegativeInt, PositiveInt, check_fields
 from eejax.helios.objectives import Telemetry
 
 AUTO: Final = "auto"
-REASSESS = f'must be a number of prompts, or "{AUTO}"'
 STRICTEST = 4  # steps of thresholds to 1; each but the last goes half of the remaining way
 
 
@@ -60,26 +61,20 @@ class ControllerOptions:
       budget: maximum bytes of a model and its requests.
     """
 
-    candidates: int = 2
-    prompts: int = 5
-    interval: int | Literal["auto"] = 150
-    window: int = 100
-    breaches: int = 50
+    candidates: PositiveInt = 2
+    prompts: PositiveInt = 5
+    interval: PositiveInt | Literal["auto"] = 150
+    window: PositiveInt = 100
+    breaches: NonNegativeInt = 50
     greedy: bool = True
-    gain: float = 0.05
-    tokens: int = 100
-    budget: float = float("inf")
+    gain: NonNegativeFloat = 0.05
+    tokens: PositiveInt = 100
+    budget: Annotated[float, Interval(gt=0)] = float("inf")
 
     def __post_init__(self):
-        for name in ("candidates", "prompts", "window", "tokens"):
-            require_count(name, getattr(self, name))
-        if self.interval != AUTO:
-            require(not isinstance(self.interval, str), "interval", self.interval, REASSESS)
-            require_count("interval", self.interval)
-        require_count("breaches", self.breaches, minimum=0)
-        require(self.breaches <= self.window, "breaches", self.breaches, "must fit the window")
-        require(self.gain >= 0, "gain", self.gain, "must be at least 0")
-        require(self.budget > 0, "budget", self.budget, "must be more than 0")
+        check_fields(self)
+        allowed = f"must be at most {self.window}, the window"
+        require(self.breaches <= self.window, "ControllerOptions.breaches", self.breaches, allowed)
 
 
 # Fields of a profile that have a number for each segment, or each depth.

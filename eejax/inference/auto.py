@@ -21,7 +21,7 @@ from eejax.inference.state import DecodeRecord, EngineState
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
-ENGINES = ("recompute", "speculative")  # without exits they emit the full model's tokens
+SWITCHABLE = ("recompute", "speculative")  # without exits they emit the full model's tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AutoGenerator(Decoder):
     ) -> AutoGenerator:
         """Prepare a generator as `Generator.make`. Raises ConfigError also for another engine."""
         options = given_options(options)
-        require_one_of("engine", options.engine, ENGINES)
+        require_one_of("engine", options.engine, SWITCHABLE)
         return cls(Generator.make(params, config, options, mesh), payoff or Payoff())
 
     def generate(

@@ -19,6 +19,15 @@ SETTINGS = ("recompute", "full", "speculative")  # settings of the engine that `
 Propagation = Literal["state", "mask"]
 PROPAGATIONS: tuple[Propagation, ...] = get_args(Propagation)
 DRAFTS = 4  # default maximum of drafts for "speculative"
+USED_BY = {
+    "drafts": ("recompute", "speculative"),
+    "draft_exit": ("speculative",),
+    "adapt": ("speculative",),
+    "propagate": ("propagate",),
+    "logits_params": SETTINGS,
+    "can_deepen": SETTINGS,
+}
+"""Settings that only some engines have, and those engines."""
 CHUNKS = {"cpu": 64, "gpu": 512}
 """Default prompt tokens of a step. Every chunk reads the whole model: on a GPU only the products of
 some hundreds of rows take as long as that."""
@@ -102,13 +111,15 @@ class EngineOptions:
         for name in ("adapt", "logits_params", "can_deepen"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "must be True or False")
-        for name in ("logits_params", "can_deepen"):
+        for name, engines in USED_BY.items():
+            value = getattr(self, name)
+            unset = value == getattr(type(self), name) or (name == "drafts" and value == 0)
             require(
-                not getattr(self, name) or self.engine in SETTINGS,
+                unset or self.engine in engines,
                 name,
-                True,
-                f"must be False with the engine {self.engine!r}",
-                f"Engines that can: {', '.join(SETTINGS)}.",
+                value,
+                f"must be left out with the engine {self.engine!r}",
+                f"Engines with it: {', '.join(engines)}.",
             )
         require(
             self.num_segments is None or self.engine != "speculative",
@@ -138,7 +149,7 @@ class EngineOptions:
     def max_drafts(self) -> int:
         """Maximum drafts of a request."""
         if self.drafts is not None:
-            return self.drafts if self.waits else 0
+            return self.drafts
         return DRAFTS if self.engine == "speculative" else 0
 
     def resolved(self, config: ModelConfig, slots: int) -> EngineOptions:

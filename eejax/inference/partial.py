@@ -80,7 +80,6 @@ class PartialModel(StepLoop):
         engine = EarlyExitEngine.make(
             self.host, config, options, slots=self.slots[depth - 1], context=context
         )
-        engine = dataclasses.replace(engine, weights=jax.device_put(engine.weights))
         self.scheduler = Scheduler(engine, steps=steps)
         self._coming: Weights | None = None
 

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import require
@@ -47,7 +46,6 @@ def score(
     *,
     exit: int | None = None,
     top_logprobs: bool = False,
-    mesh: Mesh | None = None,
 ) -> TextScores:
     """Score a text of at least two tokens with an exit, by default the last one that is loaded.
 
@@ -64,18 +62,17 @@ def score(
     width = padded_length(len(tokens), config.context_length)
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(tokens)] = tokens
-    found = _score(weights, padded, config=config, e=e, top_logprobs=top_logprobs, mesh=mesh)
+    found = _score(weights, padded, config=config, e=e, top_logprobs=top_logprobs)
     return jax.tree.map(lambda a: np.asarray(a)[: len(tokens) - 1], found)
 
 
-@partial(jax.jit, static_argnames=("config", "e", "top_logprobs", "mesh"))
-def _score(weights, tokens, *, config, e, top_logprobs, mesh) -> TextScores:
+@partial(jax.jit, static_argnames=("config", "e", "top_logprobs"))
+def _score(weights, tokens, *, config, e, top_logprobs) -> TextScores:
     run = partial(_pass, config=config, e=e, top_logprobs=top_logprobs)
-    if mesh is None:
+    if weights.mesh is None:
         return run(weights, tokens)
-    depth = len(weights.segments)
-    specs = sharded.weights(config, None if depth > config.n_exits else depth, mesh)
-    return sharded.shard(run, mesh, (specs, P()), P())(weights, tokens)
+    specs = sharded.weights(config, len(weights.segments), weights.mesh)
+    return sharded.shard(run, weights.mesh, (specs, P()), P())(weights, tokens)
 
 
 def _pass(weights, tokens, *, config, e, top_logprobs) -> TextScores:

@@ -399,7 +399,7 @@ def _lockstep(
     require(isinstance(p, int) and p >= 1, "stages", p, "must be at least 1")
     require(isinstance(n, int) and n >= 1, "microbatches", n, "must be at least 1")
     require_one_of("exits", exits, EXIT_POLICIES)
-    steps = backward(0, 0) if name == "gpipe" else backward(n - 1, 0)
+    steps = max(backward(m, 0) for m in range(n))
     table: list[list[list[Operation]]] = [[[] for _ in range(p)] for _ in range(steps + 1)]
     for i in range(p):
         last = i == p - 1
@@ -410,7 +410,7 @@ def _lockstep(
                 table[b if recompute else f][i].append(Operation(EXITS, m))
             elif i in exit_stages:
                 early = exits == "aligned" or (exits == "mixed" and m >= n - (p - 1 - i))
-                table[m + p - 1 if early else b][i].append(Operation(EXITS, m))
+                table[forward(m, p - 1) if early else b][i].append(Operation(EXITS, m))
             table[b][i].append(Operation(BACKWARD, m))
     return Schedule(
         name,

@@ -20,6 +20,7 @@ import numpy as np
 
 from eejax.checkpoint.language_model import LanguageModel, load
 from eejax.common.errors import ConfigError, require, require_given, require_one_of
+from eejax.common.fields import UnitFloat, check_fields
 from eejax.common.lengths import padded_lengths
 from eejax.common.progress import LOG
 from eejax.data import chat
@@ -77,11 +78,11 @@ class FleetConfig:
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     options: ControllerOptions = ControllerOptions()
     repository: str | os.PathLike = ":memory:"
-    audits: float = 0.1
+    audits: UnitFloat = 0.1
     quality: str = "best"
 
     def __post_init__(self):
-        require(0 <= self.audits <= 1, "audits", self.audits, "must lie in [0, 1]")
+        check_fields(self)
         QualitySource.parse(self.quality)  # raises
         ServiceObjective.of(self.objective, **self.limits)  # raises
 

@@ -9,6 +9,7 @@ import hmac
 import itertools
 import json
 import logging
+import os
 import re
 import time
 import uuid
@@ -19,7 +20,8 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from eejax.common.errors import ConfigError, DataError, require, require_count
+from eejax.common.errors import ConfigError, DataError, require
+from eejax.common.fields import PositiveInt, check_fields
 from eejax.data.chat import ChatTemplate
 from eejax.inference.request import EngineRequest, FinishReason
 from eejax.serving import protocol as form
@@ -61,6 +63,9 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+KEYS = "EEJAX_KEYS"
+
+
 @dataclasses.dataclass(frozen=True)
 class HttpOptions:
     """Options of the HTTP server.
@@ -77,17 +82,25 @@ class HttpOptions:
     """
 
     keys: tuple[str, ...] = dataclasses.field(default=(), repr=False)
-    body: int = 4 * 2**20
-    requests: int = 1024
-    prompts: int = 64
-    n: int = 16
+    body: PositiveInt = 4 * 2**20
+    requests: PositiveInt = 1024
+    prompts: PositiveInt = 64
+    n: PositiveInt = 16
     defaults: Mapping[str, ExitDefaults] = dataclasses.field(default_factory=dict)
     allow_special: bool = False
 
     def __post_init__(self):
-        for name in ("body", "requests", "prompts", "n"):
-            require_count(name, getattr(self, name))
-        require(all(self.keys), "keys", "an empty one", "must be texts of at least one character")
+        # First, and by itself: an error that names a key would show it in logs.
+        good = isinstance(self.keys, tuple | list) and all(isinstance(k, str) for k in self.keys)
+        require(good, "HttpOptions.keys", "(hidden)", "must be a tuple of texts")
+        allowed = "must be texts of at least one character"
+        require(all(self.keys), "HttpOptions.keys", "an empty one", allowed)
+        check_fields(self)
+
+
+def environment_keys() -> tuple[str, ...]:
+    """Return the API keys of the environment variable `KEYS`, separated by commas."""
+    return tuple(filter(None, map(str.strip, os.environ.get(KEYS, "").split(","))))
 
 
 class APIError(Exception):

@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ from eejax.data.tokenizer_files import BYTES
 from eejax.gates.confidence import GATES
 from eejax.serving.answers import ExitDefaults, check_defaults
 from eejax.serving.app import app
-from eejax.serving.http import HttpOptions
+from eejax.serving.http import HttpOptions, environment_keys
 from eejax.serving.metrics import ServerMetrics
 from eejax.serving.models import ServedModel
 from eejax.serving.service import DRAINING, READY, Service, ServiceOptions
@@ -212,7 +211,6 @@ def build(args: dict[str, Any]) -> serve.Application:
             raise ConfigError(f"{field}: names {sorted(unknown)}, which `models` does not.")
     for name, gate in options.gate.items():
         require_one_of(f"gate.{name}", gate, GATES)
-    keys = [key.strip() for key in os.environ.get("EEJAX_KEYS", "").split(",")]
     defaults = {
         name: ExitDefaults(
             options.thresholds.get(name, 1.0),
@@ -223,7 +221,7 @@ def build(args: dict[str, Any]) -> serve.Application:
     }
     http = dataclasses.replace(
         options.http,
-        keys=options.http.keys or tuple(filter(None, keys)),
+        keys=options.http.keys or environment_keys(),
         defaults={**defaults, **options.http.defaults},
     )
     return application(options.models, options.service, http, **options.deployment)

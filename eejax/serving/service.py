@@ -20,11 +20,17 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from eejax.common.children import block_signals
-from eejax.common.errors import ConfigError, require, require_count
+from eejax.common.errors import ConfigError
+from eejax.common.fields import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    check_fields,
+)
 from eejax.helios.report import FleetReport
 from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, require_new_id
 from eejax.inference.scoring import TextScores
-from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.serving import worker
 from eejax.serving.messages import (
     AbortRequest,
@@ -76,20 +82,15 @@ class ServiceOptions:
       silence: seconds without a sign of life after which an engine is ended and another started.
     """
 
-    waiting: int = 256
-    steps: int = STEPS_PER_CALL
-    first_pause: float = 1.0
-    longest_pause: float = 60.0
-    grace: float = 30.0
-    silence: float = 600.0
+    waiting: NonNegativeInt = 256
+    steps: PositiveInt = 4
+    first_pause: NonNegativeFloat = 1.0
+    longest_pause: NonNegativeFloat = 60.0
+    grace: NonNegativeFloat = 30.0
+    silence: PositiveFloat = 600.0
 
     def __post_init__(self):
-        require_count("waiting", self.waiting, minimum=0)
-        require_count("steps", self.steps)
-        for name in ("first_pause", "longest_pause", "grace"):
-            value = getattr(self, name)
-            require(value >= 0, name, value, "must be at least 0")
-        require(self.silence > 0, "silence", self.silence, "must be more than 0")
+        check_fields(self)
 
 
 @dataclasses.dataclass

@@ -172,13 +172,8 @@ class EngineWorker:
         try:
             require(self.fleet is None, "prompt", "to be scored", f"cannot be: {CHOOSES}")
             # One program serves requests with and without the most likely tokens.
-            scores = score(
-                self.engine.weights,
-                self.config,
-                list(asked.tokens),
-                top_logprobs=True,
-                mesh=self.engine.mesh,
-            )
+            tokens = list(asked.tokens)
+            scores = score(self.engine.weights, self.config, tokens, top_logprobs=True)
         except ConfigError as error:
             return RequestRefused(asked.request_id, str(error))
         return ScoreReply(

@@ -56,6 +56,7 @@ class FixedFields(NamedTuple):
       config: the base's model.
       tokenizer: its fingerprint.
       digest: of the parameters that were read (`checkpoint.digest`); None before they are.
+      pretrained: `Pretrained.facts` of a base that is or was made of a pretrained model, else None.
     """
 
     source: str
@@ -63,6 +64,7 @@ class FixedFields(NamedTuple):
     config: ModelConfig
     tokenizer: str
     digest: str | None = None
+    pretrained: Mapping[str, Any] | None = None
 
 
 def base_model(
@@ -372,6 +374,8 @@ def remembered(workdir: str | os.PathLike | None, source: str | None = None) -> 
             require(isinstance(value, str), name, value, "must be a string")
         if facts.step is not None:
             require_count("step", facts.step, 0)
+        of = facts.pretrained
+        require(of is None or isinstance(of, dict), "pretrained", of, "must be a mapping or None")
         known = same_source(facts.source if source is None else source, facts.source)
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(
@@ -392,6 +396,13 @@ def origin(workdir: pathlib.Path) -> dict[str, Any] | None:
     """Describe what a run began with, for the metadata of its checkpoints."""
     facts = remembered(workdir)
     return facts and {"source": facts.source, "step": facts.step, "digest": facts.digest}
+
+
+def metadata_of(workdir: pathlib.Path) -> dict[str, Any]:
+    """Return the metadata that the checkpoints of a run with a base have because of it."""
+    facts = remembered(workdir)
+    family = {"pretrained": facts.pretrained} if facts and facts.pretrained else {}
+    return {"base": origin(workdir)} | family
 
 
 def naming_base(source: str, load: Callable[[], T]) -> T:

@@ -114,6 +114,7 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
         base.config,
         tokenizer.fingerprint,
         _digest(base.config, base.params, mesh),
+        base.facts,
     )
     trained, frozen = places.declarations
     return BaseWeights(place(first, trained), place(kept, frozen) if kept else {}, facts)
@@ -164,6 +165,7 @@ class _Read(NamedTuple):
 
     Attributes:
       pretrained: the pretrained model, None for a run of eejax.
+      facts: `Pretrained.facts` of the model, None for a run without a pretrained model below it.
     """
 
     config: ModelConfig
@@ -171,6 +173,7 @@ class _Read(NamedTuple):
     step: int | None
     tokenizer: Tokenizer | None
     pretrained: Pretrained | None = None
+    facts: Mapping[str, Any] | None = None
 
 
 def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
@@ -187,11 +190,14 @@ def _load(experiment: Experiment, mesh: Mesh, scope: Scope | None) -> _Read:
 
     def load() -> _Read:
         if is_run(path):
-            config = model_config(load_metadata(path, step=step))
+            metadata = load_metadata(path, step=step)
+            config = model_config(metadata)
             run = load_run(path, step=step, mesh=_mesh_for(config, mesh), part=part)
-            return _Read(run.config, run.params, run.step, run.tokenizer)
+            facts = metadata.get("pretrained")
+            return _Read(run.config, run.params, run.step, run.tokenizer, facts=facts)
         found = load_pretrained(fetched(source), mesh=mesh)
-        return _Read(found.config, part(found.config, found.params), None, None, found)
+        tree = part(found.config, found.params)
+        return _Read(found.config, tree, None, None, found, found.facts)
 
     return naming_base(source, load)
 

@@ -274,7 +274,6 @@ class Experiment:
             f"must have one weight for each of {exits}",
         )
         self.exit_weights.schedule(self.train.steps)  # raises where it is not one
-        whole_model = "must be 0 where exits are tuned: "
         require(
             not (tuned and self.loss.distillation and self.mesh.pipe > 1),
             "loss.distillation",
@@ -293,7 +292,7 @@ class Experiment:
             not (tuned and self.train.layer_dropout),
             "train.layer_dropout",
             self.train.layer_dropout,
-            whole_model + "the layers are not trained there",
+            "must be 0 where exits are tuned: the layers are not trained there",
         )
         require(
             not tuned or self.pipeline.fill == "none",

@@ -48,7 +48,7 @@ class RunCheckpoints:
         restored = self._checkpoints.restore(self._targets, set_aside=True)
         position = self._begin(base) if restored is None else self._resume(restored, base)
         if run.experiment.train.base is not None:
-            self._origin = {"base": bases.origin(run.workdir)}
+            self._origin = bases.metadata_of(run.workdir)
         return position
 
     def save(self, position: RunPosition) -> None:

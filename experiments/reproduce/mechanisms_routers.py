@@ -104,7 +104,7 @@ def calibration() -> Iterator[Finding]:
     """Check the places of routers, and which tokens they let go."""
     import jax
 
-    from eejax.calibration.pretrained import boundaries_for
+    from eejax.calibration.calibration import boundaries_for
     from eejax.calibration.routers import RouterOptions, labels
     from eejax.calibration.states import collect
     from eejax.models import params, transformer

@@ -131,7 +131,7 @@ def trainings() -> list[tuple[str, int, dict]]:
 
 def seen_everywhere(model, windows: np.ndarray, every: int):
     """Return boundaries of training-free exits, and their `States`."""
-    from eejax.calibration.pretrained import boundaries_for, with_exits
+    from eejax.calibration.calibration import boundaries_for, with_exits
     from eejax.calibration.states import collect
 
     where = boundaries_for(model.config, every)

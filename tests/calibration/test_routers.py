@@ -13,7 +13,7 @@ import pytest
 from eejax.calibration import frontier as frontier_module
 from eejax.calibration import routers, score
 from eejax.calibration import states as states_module
-from eejax.calibration.pretrained import boundaries_for, calibrate_model, with_exits
+from eejax.calibration.calibration import boundaries_for, calibrate_model, with_exits
 from eejax.calibration.quality import auc
 from eejax.calibration.routers import RouterOptions, divided, labels, train_routers
 from eejax.calibration.states import States, collect

@@ -49,24 +49,24 @@ class Sample:
     [
         ("count", 0, "must be in [1, 2^31)"),
         ("count", 2**31, "must be in [1, 2^31)"),
-        ("count", True, "must be int"),
-        ("count", 1.0, "must be int"),
-        ("count", None, "must be int"),
+        ("count", True, "must be an integer"),
+        ("count", 1.0, "must be an integer"),
+        ("count", None, "must be an integer"),
         ("share", 1.0, "must be in [0, 1)"),
         ("share", math.nan, "must be in [0, 1)"),
-        ("share", "0.5", "must be float"),
+        ("share", "0.5", "must be a number"),
         ("rate", 0, "must be above 0 and finite"),
         ("rate", math.inf, "must be above 0 and finite"),
         ("decay", -1.0, "must be at least 0 and finite, or None"),
-        ("decay", "x", "must be float | None"),
+        ("decay", "x", "must be a number or None"),
         ("level", -3, "must be in [-2, 3]"),
         ("least", 0.0, "must be at least 0.5"),
         ("kind", "c", "must be one of 'a', 'b'"),
         ("kind", 3, "must be one of 'a', 'b'"),
         ("layers", (1, 0), "must be in [1, 2^31) each"),
-        ("layers", "odd", "must be one of 'even' | tuple[int, ...]"),
-        ("layers", (1, "x"), "must be one of 'even' | tuple[int, ...]"),
-        ("text", (1,), "must be str | tuple[str, ...]"),
+        ("layers", "odd", "must be 'even' or a tuple of integers"),
+        ("layers", (1, "x"), "must be 'even' or a tuple of integers"),
+        ("text", (1,), "must be a string or a tuple of strings"),
         ("on", 1, "must be True or False"),
         ("inner", 5, "must be Inner"),
     ],
@@ -105,5 +105,5 @@ def test_ranges_agree_with_comparisons(value, low, width, open_low, open_high):
     with pytest.raises(ConfigError) as error:
         check_fields(Ranged(value))
     brackets = "[("[open_low], "])"[open_high]
-    allowed = f"in {brackets[0]}{low}, {high}{brackets[1]}" if is_number else "float"
+    allowed = f"in {brackets[0]}{low}, {high}{brackets[1]}" if is_number else "a number"
     assert str(error.value) == f"Ranged.value = {value!r}: must be {allowed}."

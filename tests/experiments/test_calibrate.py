@@ -23,8 +23,8 @@ from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train.base import with_base
 from eejax.train.config import Experiment
+from eejax.train.imported import import_pretrained
 from eejax.train.loop import fit
-from eejax.train.pretrained import import_pretrained
 from eejax.train.runs import open_run
 
 FEW = ("--width=8", "--epochs=2", "--tokens=3000")

@@ -181,7 +181,7 @@ def test_sigterm_saves_and_the_same_command_resumes(repo_root, tmp_path):
         (["--config.train.stepz=7"], "config.train.stepz: no such field. Did you mean steps?"),
         (["--config.trane.steps=7"], "config.trane: no such section. Did you mean train or tune?"),
         (["--config.train.steps=many"], "flag --config.train.steps=many: invalid literal"),
-        (["--config.optimizer.clip_norm=x"], "clip_norm = 'x': must be float | None"),
+        (["--config.optimizer.clip_norm=x"], "clip_norm = 'x': must be a number or None"),
         (["--config=absent.py"], "--config = 'absent.py': no such file"),
         (["--stepz=7"], "Unknown command line flag 'stepz'"),
         (["7"], "unexpected arguments: 7"),

@@ -154,7 +154,7 @@ def test_an_interval_that_follows_from_what_reassessing_costs():
     known.prompt()
     assert known.controller.current is not None
     for wrong in ("often", 0, 2.5):
-        with pytest.raises(ConfigError, match="interval = .*: must be a"):
+        with pytest.raises(ConfigError, match="interval = .*: must be "):
             ControllerOptions(interval=wrong)
 
 

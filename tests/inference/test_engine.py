@@ -17,7 +17,7 @@ from scripted import ScriptedEngine
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.engine import EarlyExitEngine
-from eejax.inference.options import ENGINES
+from eejax.inference.options import ENGINES, USED_BY
 from eejax.inference.pipelined_slots import PipelinedSlotEngine
 from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
@@ -114,7 +114,8 @@ SHARING += [pytest.param(*case, marks=pytest.mark.slow) for case in SIMPLE]
 @given(data=st.data())
 def test_requests_that_share_slots_get_what_they_get_alone(subset, prompts, data, engine, more):
     p, config = subset((1, 3))
-    options = dataclasses.replace(SMALL, engine=engine, **more)
+    own = SMALL.drafts if engine in USED_BY["drafts"] else None
+    options = dataclasses.replace(SMALL, engine=engine, drafts=own, **more)
     if engine == "pipelined":
         slots = PipelinedSlotEngine.make(
             p, config, MeshConfig(pipe=2), options, slots=SLOTS, context=CONTEXT

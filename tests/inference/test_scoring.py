@@ -65,12 +65,11 @@ def test_scores_are_those_of_a_plain_pass(model, length, mesh):
     tokens = np.random.default_rng(length).integers(0, 70, length).tolist()
     weights = prepare(model, CONFIG)
     if mesh is not None:
-        mesh = known_mesh(mesh)
-        weights = sharded.place(model, CONFIG, None, mesh)
+        weights = sharded.place(model, CONFIG, None, known_mesh(mesh))
     wanted = plain(model, tokens)
     for e in (0, 1, 2, None):
         want = wanted[2 if e is None else e]
-        got = score(weights, CONFIG, tokens, exit=e, top_logprobs=e == 1, mesh=mesh)
+        got = score(weights, CONFIG, tokens, exit=e, top_logprobs=e == 1)
         picked = want[np.arange(length - 1), tokens[1:]]
         np.testing.assert_allclose(got.logprob, picked, atol=2e-4)
         gap = want.max(-1) - picked

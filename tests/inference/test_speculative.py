@@ -13,6 +13,7 @@ from near_ties import TIE, assert_same
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, ExitPolicy, Generator, RequestRows, SamplingParams
 from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import ENGINES
 from eejax.models import exits, transformer
 
 # Most tests ask for this many requests of these options and this model, for which their programs
@@ -309,3 +310,28 @@ def test_a_model_without_exits_drafts_nothing(subset):
     p, config = subset(())
     with pytest.raises(ConfigError, match="draft_exit = 0: .* 0 early exits.*Tune an exit"):
         Generator.make(p, config, "speculative")
+
+
+@pytest.mark.parametrize(
+    "engine, own, engines",
+    [
+        ("full", dict(drafts=2), "recompute, speculative"),
+        ("recompute", dict(draft_exit=1), "speculative"),
+        ("full", dict(adapt=False), "speculative"),
+        ("posthoc", dict(propagate="mask"), "propagate"),
+        ("propagate", dict(can_deepen=True), "recompute, full, speculative"),
+    ],
+)
+def test_a_setting_that_an_engine_does_not_have_is_refused(engine, own, engines):
+    ((name, value),) = own.items()
+    message = f"{name} = {value!r}: must be left out with the engine {engine!r}. Engines with it: "
+    with pytest.raises(ConfigError, match=f"^{message}{engines}.$"):
+        EngineOptions(engine, **own)
+
+
+def test_options_that_are_resolved_are_options(subset):
+    """As `resolved` sets what is open, none of that may be refused."""
+    config = subset((1, 3))[1]
+    for engine in ENGINES:
+        made = EngineOptions(engine).resolved(config, 2)
+        assert dataclasses.replace(made) == made == made.resolved(config, 2)

@@ -27,6 +27,8 @@ from eejax.inference import capacity
 from eejax.inference.partial import PartialModel
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.serving import fleets
+from eejax.serving.http import HttpOptions
+from eejax.serving.service import ServiceOptions
 
 
 def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
@@ -252,3 +254,26 @@ def test_texts_are_cut_into_windows():
     assert measurements.windows([[1, 2, 3]], 99)[0]["labels"].tolist() == [[2, 3]]
     with pytest.raises(DataError, match="have 1 tokens"):
         measurements.windows([[1]], 99)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: HttpOptions(keys="secret"), "HttpOptions.keys = '(hidden)': must be a tuple"),
+        (lambda: HttpOptions(keys=("a", "")), "HttpOptions.keys = 'an empty one': must be texts"),
+        (lambda: HttpOptions(n=0), "HttpOptions.n = 0: must be in [1, 2^31)"),
+        (lambda: ServiceOptions(grace="30"), "ServiceOptions.grace = '30': must be a number"),
+        (lambda: ControllerOptions(greedy="no"), "ControllerOptions.greedy = 'no': must be True"),
+        (lambda: ControllerOptions(budget="8G"), "ControllerOptions.budget = '8G': must be a numb"),
+        (lambda: ControllerOptions(breaches=101), "ControllerOptions.breaches = 101: must be at m"),
+        (lambda: fleets.FleetConfig(audits="0.1"), "FleetConfig.audits = '0.1': must be a number"),
+        (
+            lambda: fleets.FleetConfig(limits={"accuracy": "0.9"}),
+            "FleetConfig.limits = {'accuracy': '0.9'}: must be a mapping of strings to numbers",
+        ),
+    ],
+)
+def test_options_of_another_type_are_named(make, message):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value).startswith(message)

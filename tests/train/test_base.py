@@ -196,7 +196,7 @@ def test_a_pretrained_model_is_a_base(text, base, tmp_path):
     run = load_run(base)
     model = run.config.replace(exits=(), temperature=1.0, dropout=0.0)
     tree = {k: v for k, v in run.params.items() if k != "exits"} | {"exits": {}}
-    save_pretrained(tmp_path / "hf", model, tree)
+    save_pretrained(tmp_path / "hf", model, tree, generation={"temperature": 0.5})
     config = configuration(text, tmp_path / "hf", steps=1)
     config.exit_weights.weights = ()
     config.model.vocab_multiple = 2
@@ -211,6 +211,12 @@ def test_a_pretrained_model_is_a_base(text, base, tmp_path):
     for a, b in zip(read_metrics(tmp_path / "run"), read_metrics(tmp_path / "one"), strict=True):
         for name in (k for k in b if k.startswith(("loss", "eval/loss"))):
             assert a[name] == pytest.approx(b[name], rel=1e-5), name
+    # Its generation_config.json comes along, here and into what is made of the run.
+    made = configuration(text, tmp_path / "one", steps=1)
+    made.exit_weights.weights = ()
+    fit(bases.with_base(made, tmp_path / "two"), tmp_path / "two")
+    for folder in ("one", "two"):
+        assert load_run(tmp_path / folder).generation == {"temperature": 0.5}
 
 
 @pytest.mark.parametrize("part", ["trunk", "heads"])

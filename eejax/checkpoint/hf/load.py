@@ -30,7 +30,8 @@ from eejax.models.config import DTYPES, ModelConfig
 from eejax.sharding import rules as shardings
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
-WANTED = ["*.json", "*.safetensors", "*.bin", "*.model"]
+WANTED = ("*.json", "*.jinja", "*.model", "*.safetensors")  # of a model on the Hub
+OLDER_WEIGHTS = "*.bin"  # of one without safetensors
 
 
 class LeafSource(NamedTuple):
@@ -84,6 +85,11 @@ class Pretrained(NamedTuple):
     raw: Mapping[str, Any]
     guessed: str = ""
     generation: Mapping[str, Any] = types.MappingProxyType({})
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Family and generation_config.json, which the metadata of runs made of the model keep."""
+        return {"family": self.family.model_type, "generation": dict(self.generation)}
 
 
 def load_pretrained(
@@ -302,7 +308,10 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
             f"{name}: no such folder. To fetch it from the Hub: pip install huggingface_hub."
         ) from error
     try:
-        return pathlib.Path(snapshot_download(name, allow_patterns=WANTED))
+        path = pathlib.Path(snapshot_download(name, allow_patterns=[*WANTED]))
+        if not any(path.glob("*.safetensors")):
+            snapshot_download(name, allow_patterns=[OLDER_WEIGHTS])
+        return path
     except Exception as error:  # from the network, the Hub, or for a bad name
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(

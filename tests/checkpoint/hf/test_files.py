@@ -10,12 +10,13 @@ from safetensors.numpy import load_file, save_file
 import eejax
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.checkpoint.hf.load import pretrained_config
-from eejax.checkpoint.model import generation_of
+from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import CheckpointError
 from eejax.data import train_bpe
+from eejax.data.tokenizers import ByteTokenizer
 from eejax.models import params
 from eejax.models.config import ModelConfig
-from eejax.train.pretrained import import_pretrained
+from eejax.train.imported import import_pretrained
 
 CONFIG = ModelConfig(
     vocab_size=61, n_layers=1, d_model=16, n_heads=2, context_length=32, norm_eps=1e-6, head="tied"
@@ -131,7 +132,7 @@ def test_settings_of_generation_outlive_a_run(chat_model, tmp_path):
     import_pretrained(path, tmp_path / "run", data={"length": 16})
     model = eejax.load(tmp_path / "run")
     assert same(dict(model.generation), settings)
-    assert generation_of({}) == {}
+    assert LanguageModel(CONFIG, {}, ByteTokenizer()).generation == {}
 
 
 def test_ids_of_config_alone_come_back_and_those_beyond_the_vocabulary_do_not(tmp_path):

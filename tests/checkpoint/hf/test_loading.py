@@ -9,6 +9,7 @@ from hf_models import LENGTH, RECORDED, recorded, tokens
 from safetensors.numpy import load_file, save_file
 
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
+from eejax.checkpoint.hf.load import fetched
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
@@ -150,3 +151,22 @@ def test_gelu_is_its_tanh_form_in_the_first_gemmas_alone(tmp_path):
         save_pretrained(
             tmp_path / "exact", loaded.config.replace(activation="gelu"), {}, family="gemma"
         )
+
+
+@pytest.mark.parametrize("weights", [WEIGHTS, "pytorch_model.bin"])
+def test_everything_that_is_read_and_no_weights_twice_come_from_the_hub(
+    weights, tmp_path, monkeypatch
+):
+    hub = pytest.importorskip("huggingface_hub", reason="needs huggingface_hub")
+    read = ["config.json", "tokenizer.json", "tokenizer.model", "chat_template.jinja", weights]
+    offered = {*read, "pytorch_model.bin", "model.onnx", "README.md"}
+
+    def download(name, allow_patterns):
+        assert name == "org/model"
+        for file in hub.utils.filter_repo_objects(offered, allow_patterns=allow_patterns):
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    assert fetched("org/model") == tmp_path
+    assert {file.name for file in tmp_path.iterdir()} == {*read}

@@ -17,12 +17,13 @@ from eejax.calibration import RouterOptions, calibrate_model
 from eejax.checkpoint import language_model
 from eejax.checkpoint.language_model import LanguageModel as LanguageModel
 from eejax.common import progress
-from eejax.common.errors import ConfigError, require_count
+from eejax.common.errors import ConfigError, require, require_count
 from eejax.data import Batch, Source
 from eejax.inference import EngineOptions, GenerationResult, Generator
 from eejax.sharding.mesh import MeshConfig, known_mesh
 from eejax.train.base import with_base
 from eejax.train.evaluate import Evaluation, evaluate
+from eejax.train.imported import save_as_run
 from eejax.train.inputs import strip
 from eejax.train.loop import fit
 from eejax.train.metrics import exit_names
@@ -111,11 +112,13 @@ def tune(
       ConfigError, DataError, CheckpointError: as `train.loop.fit`.
       KeyboardInterrupt: a signal stopped the training; with a workdir, the same call resumes it.
     """
+    named = isinstance(text, str | Sequence) and all(isinstance(one, str) for one in text)
+    require(named, "text", text, "must be files, globs, or sources by name")
     have = {e.boundary for e in model.config.exits}
     tuned = sorted({*exits})
     with tempfile.TemporaryDirectory() as folder:
         base, place = os.path.join(folder, "base"), workdir or os.path.join(folder, "run")
-        model.save(base)
+        save_as_run(model, base, {})
         values = dict(
             model={"exits": [{"boundary": n, "head": "own"} for n in tuned if n not in have]},
             data={

@@ -1,4 +1,4 @@
-"""Pretrained models as runs: every launcher takes the workdir of an imported model."""
+"""Models as runs: every launcher takes the workdir of a model that was not trained here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import eejax
 from eejax.checkpoint import overlay
 from eejax.checkpoint.hf import Pretrained, load_pretrained
 from eejax.checkpoint.hf.load import fetched
-from eejax.checkpoint.language_model import tokenizer_of
+from eejax.checkpoint.language_model import LanguageModel, tokenizer_of
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, PARAMS, TOKENIZER, TUNING
 from eejax.common.errors import CheckpointError
@@ -32,7 +32,8 @@ def import_pretrained(
 
     Args:
       source: as `load_pretrained` takes it.
-      data: fields of `DataConfig` for the text that the model is evaluated and tuned on.
+      data: fields of `DataConfig` for the text that the model is evaluated and tuned on; without a
+        source there is none.
       tokenizer: "bytes", a file or a folder; by default the model's own.
       dtype: dtype of the computation; parameters are float32.
       watch: as `load_pretrained` takes it.
@@ -51,33 +52,45 @@ def import_pretrained(
     loaded = load_pretrained(path, watch=watch)
     config = loaded.config.replace(dtype=dtype)
     chosen = tokenizer_of(path, loaded.raw, config.vocab_size, tokenizer)
+    metadata = {"pretrained": loaded.facts}
+    model = LanguageModel(config, loaded.params, chosen, metadata=metadata)
+    save_as_run(model, workdir, data or {})
+    return loaded._replace(config=config)
+
+
+def save_as_run(model: LanguageModel, workdir: str | os.PathLike, data: Mapping[str, Any]) -> None:
+    """Write a model as the checkpoint of step 0 of a run, whatever its architecture is.
+
+    Args:
+      workdir: a folder without checkpoints.
+      data: as in `import_pretrained`.
+    """
+    workdir, config = expanded(workdir), model.config
     text = {
+        "source": (),
         "length": min(config.context_length, DataConfig.length),
         "tokenizer": str(workdir / TOKENIZER),
     }
     experiment = Experiment(
         model=config,
-        data=DataConfig(**text | dict(data or {})),
+        data=DataConfig(**text | dict(data)),
         exit_weights=ExitWeights((1.0,) * config.n_exits),
     )
-    save_tokenizer(chosen, workdir / TOKENIZER)
+    save_tokenizer(model.tokenizer, workdir / TOKENIZER)
     metadata = {
         "version": eejax.__version__,
         "model": config.to_dict(),
         "experiment": experiment.to_dict(),
-        "tokenizer": chosen.fingerprint,
+        "tokenizer": model.tokenizer.fingerprint,
         "tokens": 0,
         "averaged": False,
         "data": {},
-        "pretrained": {
-            "family": loaded.family.model_type,
-            "generation": dict(loaded.generation),
-        },
     }
+    if pretrained := model.metadata.get("pretrained"):
+        metadata["pretrained"] = pretrained
     checkpoints = Checkpoints(workdir / CHECKPOINTS)
     try:
-        checkpoints.save(0, {PARAMS: loaded.params}, metadata)
+        checkpoints.save(0, {PARAMS: model.params}, metadata)
         checkpoints.wait()
     finally:
         checkpoints.close()
-    return loaded._replace(config=config)

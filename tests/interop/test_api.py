@@ -4,17 +4,21 @@ import dataclasses
 import json
 import signal
 
+import jax
 import numpy as np
 import pytest
 import small_runs
 
 import eejax
-from eejax.checkpoint.language_model import tokenizer_of
+from eejax.checkpoint.language_model import LanguageModel, tokenizer_of
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.data import train_bpe
+from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import EngineOptions, generate
 from eejax.inference.scoring import score
 from eejax.inference.weights import prepare
+from eejax.models import params
+from eejax.models.config import ModelConfig
 
 
 def test_three_lines(eejax_data, tmp_path):
@@ -123,6 +127,32 @@ def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path):
     assert after[0] < before[0] - 0.2 and after[1:] == before[1:] == base
     with pytest.raises(ConfigError, match="exits"):
         model.tune(text, [9], steps=1)
+
+
+def test_a_model_of_no_family_of_hugging_face_is_tuned(tmp_path):
+    """A plain MLP and learned positions fit none together; its other settings come along."""
+    config = ModelConfig(
+        vocab_size=257,
+        n_layers=2,
+        d_model=16,
+        n_heads=2,
+        context_length=32,
+        d_ff=24,
+        mlp_gated=False,
+        dtype="bfloat16",
+    )
+    facts = {"family": "llama", "generation": {"temperature": 0.6}}
+    weights = params.init(config, jax.random.key(0))
+    model = LanguageModel(config, weights, ByteTokenizer(), metadata={"pretrained": facts})
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 50)
+    text, size = str(tmp_path / "a.txt"), dict(steps=1, batch_size=2, length=16)
+    with pytest.raises(ConfigError):
+        model.save(tmp_path / "none")
+    made = model.tune(text, [1], **size)
+    assert made.config.exit_boundaries == (1, 2) and made.config.dtype == "bfloat16"
+    assert made.generation == facts["generation"]
+    with pytest.raises(ConfigError, match="text = .*: must be files, globs"):
+        model.tune(eejax.data.source(text), [1], **size)
 
 
 def test_a_tuning_that_is_stopped_is_interrupted(small_run, tmp_path, monkeypatch):
