@@ -164,12 +164,9 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
 
     def by_statistics(head, inputs):
         h, label = inputs
-        seen = exits.confidence(head, h)
-        gates = {
-            "max_probability": seen.top,
-            "margin": seen.top - seen.second,
-            "entropy": confidence.certain(seen.entropy, config.vocab_size),
-        }
+        seen = exits.statistics(head, h)
+        vocab, table = config.vocab_size, confidence.LOGITS_GATES
+        gates = {name: gate.of_statistics(seen, vocab) for name, gate in table.items()}
         picked = exits.label_logits(head, h, jnp.maximum(label, 0))
         return seen.token, seen.lse - picked, gates
 
@@ -177,11 +174,8 @@ def _score(params: Tree, config: ModelConfig, batch: Mapping[str, jax.Array]):
         h, label = inputs
         y = exits.logits(head, h)
         picked = jnp.take_along_axis(y, jnp.maximum(label, 0)[:, None], 1)[:, 0]
-        gates = {
-            "max_probability": confidence.max_probability(y),
-            "margin": confidence.margin(y),
-            "entropy": confidence.certainty(y, config.vocab_size),
-        }
+        vocab, table = config.vocab_size, confidence.LOGITS_GATES
+        gates = {name: gate.of_logits(y, vocab) for name, gate in table.items()}
         return argmax(y), jax.nn.logsumexp(y, -1) - picked, gates
 
     rows, one = [], by_statistics if call.by_kernels() else by_logits

@@ -6,29 +6,14 @@ A gate reads logits after the exit's own temperature and before any sampling tra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eejax.kernels.head_confidence.api import Confidence
-
-GATES = ("max_probability", "margin", "entropy", "patience", "saturation", "fixed", "router")
-"""Names of the gates. A request has the index of its gate, so that a batch may mix them.
-
-max_probability: probability of the most likely token (EE-LLM, section 5.2).
-margin: difference between the two highest probabilities (CALM's softmax response, section 3.5).
-entropy: 1 - entropy / log(vocabulary) (BranchyNet's entropy, inverted).
-patience: number of consecutive exits that agree on the most likely token, over the number of exits
-    (PABEE; Zhou et al. 2020): with threshold 2 / 4, a token of a model with four exits leaves once
-    two agree.
-saturation: cosine of the states at this and the previous exit (CALM, section 3.5), 0 at the first.
-fixed: always 1, so that a token leaves by the first active exit whose threshold is below 1.
-router: output of a router network for the state (`gates.router`; TIDE), at exits that have one.
-"""
-
-MAX_PROBABILITY, MARGIN, ENTROPY, PATIENCE, SATURATION, FIXED, ROUTER = range(len(GATES))
+from eejax.kernels.head_confidence.api import HeadStatistics
 
 
 class Memory(NamedTuple):
@@ -51,11 +36,6 @@ class Memory(NamedTuple):
         return cls(zero - 1, zero, jnp.zeros_like(like))
 
 
-def needs_logits(kind: jax.Array) -> jax.Array:
-    """Return [b] bool, whether a gate's confidence is computed from logits."""
-    return kind < SATURATION
-
-
 def max_probability(logits: jax.Array) -> jax.Array:
     """Return the probability of the most likely token, [...] from float32 logits [..., v]."""
     peak = jnp.max(logits, -1, keepdims=True)
@@ -72,13 +52,12 @@ def margin(logits: jax.Array) -> jax.Array:
     return max_probability(logits) * (1.0 - jnp.exp(second - peak[..., 0]))
 
 
-def certainty(logits: jax.Array, vocab_size: int) -> jax.Array:
-    """Return 1 - entropy / log(vocab_size), [...] from logits [..., v], masked where v is
-    padded."""
+def certainty(logits: jax.Array, vocab: int) -> jax.Array:
+    """Return 1 - entropy / log(vocab), [...] from logits [..., v], masked where v is padded."""
     y = logits - jnp.max(logits, -1, keepdims=True)
     p = jnp.exp(y)
     total = jnp.sum(p, -1)
-    return certain(jnp.log(total) - jnp.sum(p * y, -1) / total, vocab_size)
+    return certain(jnp.log(total) - jnp.sum(p * y, -1) / total, vocab)
 
 
 def certain(entropy: jax.Array, vocab_size: int) -> jax.Array:
@@ -101,6 +80,47 @@ def saturation(state: jax.Array, before: jax.Array) -> jax.Array:
     return jnp.clip(cosine(state, before), 0.0, 1.0)
 
 
+class LogitsGate(NamedTuple):
+    """Formula of a gate that reads logits, in two forms that agree.
+
+    Attributes:
+      of_logits: takes float32 logits [..., v], masked where v is padded, and the number of tokens.
+      of_statistics: takes `HeadStatistics` [...] of logits that are not written, and that number.
+    """
+
+    of_logits: Callable[[jax.Array, int], jax.Array]
+    of_statistics: Callable[[HeadStatistics, int], jax.Array]
+
+
+LOGITS_GATES = {
+    "max_probability": LogitsGate(lambda y, vocab: max_probability(y), lambda s, vocab: s.top),
+    "margin": LogitsGate(lambda y, vocab: margin(y), lambda s, vocab: s.top - s.second),
+    "entropy": LogitsGate(certainty, lambda s, vocab: certain(s.entropy, vocab)),
+}
+"""Gates whose confidence follows from the logits of one exit alone; the first is the default."""
+
+GATES = (*LOGITS_GATES, "patience", "saturation", "fixed", "router")
+"""Names of the gates. A request has the index of its gate, so that a batch may mix them.
+
+max_probability: probability of the most likely token (EE-LLM, section 5.2).
+margin: difference between the two highest probabilities (CALM's softmax response, section 3.5).
+entropy: 1 - entropy / log(vocabulary) (BranchyNet's entropy, inverted).
+patience: number of consecutive exits that agree on the most likely token, over the number of exits
+    (PABEE; Zhou et al. 2020): with threshold 2 / 4, a token of a model with four exits leaves once
+    two agree.
+saturation: cosine of the states at this and the previous exit (CALM, section 3.5), 0 at the first.
+fixed: always 1, so that a token leaves by the first active exit whose threshold is below 1.
+router: output of a router network for the state (`gates.router`; TIDE), at exits that have one.
+"""
+
+PATIENCE, SATURATION, ROUTER = map(GATES.index, ("patience", "saturation", "router"))
+
+
+def needs_logits(kind: jax.Array) -> jax.Array:
+    """Return [b] bool, whether a gate's confidence is computed from logits."""
+    return kind < SATURATION
+
+
 def of_logits(
     kind: jax.Array, logits: jax.Array, token: jax.Array, memory: Memory, exits: int, vocab: int
 ) -> tuple[jax.Array, Memory]:
@@ -116,20 +136,25 @@ def of_logits(
       exits: number of early exits of the model.
       vocab: number of tokens.
     """
-    confidence = max_probability(logits)
-    for k, gate in ((MARGIN, margin), (ENTROPY, lambda y: certainty(y, vocab))):
-        of = kind == k
-        other = lax.cond(jnp.any(of), gate, lambda y: jnp.zeros_like(y[:, 0]), logits)
+    (_, first), *others = LOGITS_GATES.items()
+    confidence = first.of_logits(logits, vocab)
+    for name, gate in others:
+        of = kind == GATES.index(name)
+        formula = partial(gate.of_logits, vocab=vocab)
+        other = lax.cond(jnp.any(of), formula, lambda y: jnp.zeros_like(y[:, 0]), logits)
         confidence = jnp.where(of, other, confidence)
     return _patient(kind, confidence, token, memory, exits)
 
 
 def of_statistics(
-    kind: jax.Array, seen: Confidence, memory: Memory, exits: int, vocab: int
+    kind: jax.Array, seen: HeadStatistics, memory: Memory, exits: int, vocab: int
 ) -> tuple[jax.Array, Memory]:
     """Compute confidences as `of_logits`, from statistics of logits [b, v] that are not written."""
-    confidence = jnp.where(kind == MARGIN, seen.top - seen.second, seen.top)
-    confidence = jnp.where(kind == ENTROPY, certain(seen.entropy, vocab), confidence)
+    (_, first), *others = LOGITS_GATES.items()
+    confidence = first.of_statistics(seen, vocab)
+    for name, gate in others:
+        other = gate.of_statistics(seen, vocab)
+        confidence = jnp.where(kind == GATES.index(name), other, confidence)
     return _patient(kind, confidence, seen.token, memory, exits)
 
 

@@ -367,7 +367,7 @@ def _emit(carry, look, needed, asked, by_logits, by_statistics):
     needed: [b] bool, whether the head is needed. asked: [b] bool, requests that it serves.
     by_statistics also takes the head's statistics.
     """
-    statistics = look.head.confidence
+    statistics = look.head.statistics
     if statistics is None or by_statistics is None:
         return lax.cond(jnp.any(needed), by_logits, lambda c: c, carry)
     more = look.sampling.temperature > 0

@@ -17,7 +17,7 @@ from jax import lax
 from eejax.common.axes import LOCAL, Axes
 from eejax.common.trees import Tree
 from eejax.kernels import call
-from eejax.kernels.head_confidence.api import Confidence, head_confidence
+from eejax.kernels.head_confidence.api import HeadStatistics, head_confidence
 from eejax.kernels.head_confidence.reference import HeadConfidenceOptions
 from eejax.models import fusion, layers, shards
 from eejax.models.config import ModelConfig
@@ -103,12 +103,12 @@ def _shaped(y: jax.Array, bias: jax.Array | None, o: HeadOptions) -> jax.Array:
     return y if o.temperature == 1.0 else y / o.temperature
 
 
-def confidence(head: Head, h: jax.Array, axis: str | None = None) -> Confidence:
+def statistics(head: Head, h: jax.Array, axis: str | None = None) -> HeadStatistics:
     """Return statistics of the logits of states [n, d]; the kernel does not write the logits."""
-    return _confidence(head, h, {}, None, axis)
+    return _statistics(head, h, {}, None, axis)
 
 
-def _confidence(head, h, norm: Tree, norm_options, axis) -> Confidence:
+def _statistics(head, h, norm: Tree, norm_options, axis) -> HeadStatistics:
     o = head.options
     options = HeadConfidenceOptions(o.vocab_size, norm_options, o.softcap, o.temperature)
     return head_confidence(
@@ -246,12 +246,12 @@ class Reader(NamedTuple):
 
     Attributes:
       logits: returns float32 [b, v] over the whole vocabulary on every shard.
-      confidence: returns statistics of the logits by a kernel that does not write them; None where
+      statistics: returns statistics of the logits by a kernel that does not write them; None where
         there is no kernel.
     """
 
     logits: Callable[[], jax.Array]
-    confidence: Callable[[], Confidence] | None
+    statistics: Callable[[], HeadStatistics] | None
 
 
 def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes = LOCAL) -> Reader:
@@ -264,10 +264,10 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
         state = read(params, config, e, h[:, None], axes)[:, 0]
         return whole_logits(head(params, config, e), state, axes)
 
-    def confidence():
+    def statistics():
         p, x = _unnormed(params, config, e, h[:, None], axes)
         norm = p.get("norm", {})
-        return _confidence(
+        return _statistics(
             head(params, config, e),
             shards.enter(x, axes)[:, 0],
             norm,
@@ -275,4 +275,4 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
             axes.model,
         )
 
-    return Reader(logits, confidence if call.by_kernels() else None)
+    return Reader(logits, statistics if call.by_kernels() else None)

@@ -21,7 +21,7 @@ MAX_ROWS = 2**24
 further."""
 
 
-class Confidence(NamedTuple):
+class HeadStatistics(NamedTuple):
     """Statistics of logits [n, v]; arrays [n], float32 but for the token.
 
     If a logit is NaN or +inf, or all are -inf, the token is 0 and the rest is NaN.
@@ -52,8 +52,8 @@ def head_confidence(
     options: HeadConfidenceOptions,
     axis: str | None = None,
     implementation: str | None = None,
-) -> Confidence:
-    """Return the `Confidence` of states x [n, d]; see `HeadConfidenceOptions` for the logits.
+) -> HeadStatistics:
+    """Return the `HeadStatistics` of states x [n, d]; see `HeadConfidenceOptions` for the logits.
 
     Products are in x's dtype and accumulated in float32. It is differentiable in reverse mode in
     all arguments; the token has no gradient. A batch of rows (`vmap`) becomes more rows. The kernel
@@ -123,7 +123,7 @@ def head_confidence(
     s = LogitStatistics(*_statistics(options, implementation, *args))
     if axis:
         s = reference.merge(_gathered(s._replace(token=s.token + first), axis))
-    return Confidence(*reference.confidence(s))
+    return HeadStatistics(*reference.confidence(s))
 
 
 def _gathered(s: LogitStatistics, axis: str) -> LogitStatistics:

@@ -110,7 +110,7 @@ def merge(parts: LogitStatistics) -> LogitStatistics:
 
 
 def confidence(s: LogitStatistics) -> tuple[jax.Array, ...]:
-    """Return (token, top, second, lse, entropy) [n] of a whole vocabulary; see `api.Confidence`."""
+    """Return the parts of `api.HeadStatistics` [n], of a whole vocabulary."""
     total = jnp.where(s.total > 0, s.total, jnp.nan)  # 0 if no logit is above -inf
     token = jnp.where(s.total > 0, s.token, 0)
     log = jnp.log(total)

@@ -15,7 +15,7 @@ from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference.policy import Emission, ExitInput, ExitPolicy, emit_early, emit_final
 from eejax.inference.sampling import SamplingParams
-from eejax.kernels.head_confidence.api import Confidence
+from eejax.kernels.head_confidence.api import HeadStatistics
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.exits import Reader
 
@@ -37,7 +37,9 @@ def said(logits):
     top = jnp.sort(p, -1)[:, ::-1]
     entropy = -jnp.sum(jnp.where(p > 0, p * jnp.log(jnp.where(p > 0, p, 1.0)), 0.0), -1)
     lse = jax.nn.logsumexp(logits, -1)
-    return Confidence(jnp.argmax(logits, -1).astype(jnp.int32), top[:, 0], top[:, 1], lse, entropy)
+    return HeadStatistics(
+        jnp.argmax(logits, -1).astype(jnp.int32), top[:, 0], top[:, 1], lse, entropy
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("e", "measure", "kernel"))

@@ -17,7 +17,7 @@ from kernel_checks import ROUNDING, small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels import call
-from eejax.kernels.head_confidence.api import Confidence, head_confidence
+from eejax.kernels.head_confidence.api import HeadStatistics, head_confidence
 from eejax.kernels.head_confidence.arg_specs import LAYER, ONE, RMS, SPECS, draw
 from eejax.kernels.head_confidence.reference import (
     HeadConfidenceOptions,
@@ -53,7 +53,7 @@ def exact_logits(options: HeadConfidenceOptions, x, scale, bias, table, head_bia
     return (y / options.temperature)[:, : options.vocab_size]
 
 
-def exact(y) -> Confidence:
+def exact(y) -> HeadStatistics:
     """Of logits [n, v] in float64, from probabilities and their order."""
     shifted = y - y.max(1, keepdims=True)
     p = np.exp(shifted)
@@ -62,10 +62,10 @@ def exact(y) -> Confidence:
     lse = y.max(1) + np.log(np.exp(shifted).sum(1))
     plogp = np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0)
     second = order[:, -2] if y.shape[1] > 1 else np.zeros(len(y))
-    return Confidence(np.argmax(p, 1), order[:, -1], second, lse, -plogp.sum(1))
+    return HeadStatistics(np.argmax(p, 1), order[:, -1], second, lse, -plogp.sum(1))
 
 
-def assert_near(got: Confidence, y, bound: float) -> None:
+def assert_near(got: HeadStatistics, y, bound: float) -> None:
     """That `got` is of the logits y [n, v], which are known to `bound`."""
     want = exact(y)
     # Probabilities move by as much as p, log-sum-exp by as much as the logits; entropy by as much
@@ -408,7 +408,7 @@ def test_any_parts_of_a_vocabulary_make_the_whole(data):
         want = exact(y)
     alive = y.max(1) > -np.inf
     for s in trees:
-        got = Confidence(*confidence(s))
+        got = HeadStatistics(*confidence(s))
         assert np.asarray(got.token)[alive].tolist() == want.token[alive].tolist()
         assert np.isnan(np.asarray(got.top)).tolist() == (~alive).tolist()
         for a, b in zip(got[1:], want[1:], strict=True):
