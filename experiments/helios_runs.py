@@ -185,17 +185,17 @@ class RandomPolicy(Controller):
         choice = self._choices[self._drawn.integers(len(self._choices))]
         self.apply(decisions.want, "serve", choice, "by chance")
 
-    def choose(self) -> Assignment:
+    def prompt_arrived(self) -> Assignment:
         prompts = self.state.prompts + 1
         self.state = dataclasses.replace(self.state, prompts=prompts)
         if prompts > prospects.interval(self.state) and self.wanted == self.current:
             self._draw()
         return Assignment(self.current or self.wanted, False)
 
-    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
-        super().tokens(model, below, own=True)  # counted, but without effect on decisions
+    def tokens_emitted(self, model: str, below: Sequence[bool], own: bool = False) -> None:
+        super().tokens_emitted(model, below, own=True)  # counted, but without effect on decisions
 
-    def failed(self, model: str) -> None:
+    def answer_failed(self, model: str) -> None:
         pass
 
 

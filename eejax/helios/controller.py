@@ -106,53 +106,53 @@ class Controller:
         """Return how strict a model's thresholds are now (`prospects.level`)."""
         return prospects.level(self.state, model, evaluated)
 
-    def best(self, weights: Mapping[str, float]) -> str | None:
+    def best_loaded(self, weights: Mapping[str, float]) -> str | None:
         """Return the best loaded model by other weights (`prospects.best_loaded`)."""
         return prospects.best_loaded(self.state, weights)
 
-    def holds(self, depths: Mapping[str, int], num_cached_tokens: int) -> None:
+    def device_reported(self, depths: Mapping[str, int], num_cached_tokens: int) -> None:
         """Record the loaded exits by model, and the number of tokens on the device."""
         self.apply(transitions.device_reported, depths, num_cached_tokens)
 
-    def choose(self) -> Assignment:
+    def prompt_arrived(self) -> Assignment:
         """Return where the next prompt goes."""
         assignment = self.apply(transitions.prompt_arrived).assignment
         assert assignment is not None  # every prompt that arrives has one
         return assignment
 
-    def loaded(self, choice: ModelDepth) -> None:
+    def model_loaded(self, choice: ModelDepth) -> None:
         """Record that the wanted choice is loaded and serves from now on."""
         self.apply(transitions.model_loaded, choice)
 
-    def limit_depth(self, choice: ModelDepth) -> None:
+    def depth_limited(self, choice: ModelDepth) -> None:
         """Record that no more than `choice` of the wanted model can be loaded."""
         self.apply(transitions.depth_limited, choice)
 
-    def gives_up(self, model: str, why: str) -> bool:
+    def model_given_up(self, model: str, why: str) -> bool:
         """Stop evaluating and serving a model if there is another one; return whether there is."""
         self.apply(transitions.model_given_up, model, why)
         return model in self.state.failing
 
-    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
+    def tokens_emitted(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         """Record tokens in order: whether each left below its threshold."""
         self.apply(transitions.tokens_emitted, model, below, own)
 
-    def waited(self, model: str, seconds: float) -> None:
+    def first_token_emitted(self, model: str, seconds: float) -> None:
         """Record the seconds from a request's arrival to its first token."""
         self.apply(transitions.first_token_emitted, model, seconds)
 
-    def failed(self, model: str) -> None:
+    def answer_failed(self, model: str) -> None:
         """Record an answer, not one of an evaluation, that ended in an error."""
         self.apply(transitions.answer_failed, model)
 
-    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
+    def prompt_answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         """Record the telemetry of an evaluation's answer, and the exits of its tokens."""
         self.apply(transitions.prompt_answered, model, telemetry, exits)
 
-    def dropped(self, model: str, failed: bool = False) -> None:
+    def prompt_dropped(self, model: str, failed: bool = False) -> None:
         """Record a prompt of an evaluation without an answer, or with one that `failed`."""
         self.apply(transitions.prompt_dropped, model, failed)
 
-    def audited(self, model: str, audit: DisagreementBound) -> None:
+    def answers_audited(self, model: str, audit: DisagreementBound) -> None:
         """Record audits of the model that serves; `audit` has the last ones."""
         self.apply(transitions.answers_audited, model, audit)

@@ -110,7 +110,7 @@ class Dispatcher(Generic[Pending]):
             return
         if wanted.depth >= self._too_deep.get(wanted.model, math.inf):
             wanted = ModelDepth(wanted.model, part.depth)
-            self.controller.limit_depth(wanted)
+            self.controller.depth_limited(wanted)
         if part.depth <= wanted.depth < part.target_segments:
             self.pool.cancel_growth(wanted.model)
         if part.target_segments < wanted.depth:
@@ -123,16 +123,16 @@ class Dispatcher(Generic[Pending]):
         if part.depth == wanted.depth and self.controller.current != wanted:
             # The request that waits for a place in the model before may go to this one.
             if self._next is not None and self._next.evaluated:
-                self.controller.dropped(self._next.choice.model)
+                self.controller.prompt_dropped(self._next.choice.model)
             self._next = None
-            self.controller.loaded(wanted)
+            self.controller.model_loaded(wanted)
 
     def _await(self, loading: Pending) -> None:
         self.loading, model = None, loading.choice.model
         try:
             self.pool.add(loading)
         except (RuntimeError, MemoryError) as error:  # the device may have less room than counted
-            if not self.controller.gives_up(model, f"it cannot be loaded ({error})"):
+            if not self.controller.model_given_up(model, f"it cannot be loaded ({error})"):
                 raise
 
     def cannot_grow(self, wanted: ModelDepth, why: str) -> None:
@@ -142,7 +142,7 @@ class Dispatcher(Generic[Pending]):
         """
         model, depth = wanted.model, self.pool.parts[wanted.model].depth
         self._too_deep[model] = min(wanted.depth, self._too_deep.get(model, wanted.depth))
-        if not self.controller.gives_up(model, f"it cannot grow ({why})"):
+        if not self.controller.model_given_up(model, f"it cannot grow ({why})"):
             message = f"{model!r} stays at {depth} exits, as {wanted.depth} cannot be loaded: {why}"
             warnings.warn(message, stacklevel=2)
 
@@ -170,7 +170,7 @@ class Dispatcher(Generic[Pending]):
         """Free a model; its requests wait for another one."""
         for job in self.requests_of(name):
             if job.evaluated:
-                self.controller.dropped(name)
+                self.controller.prompt_dropped(name)
             self._placed.remove(job)
             job.model, job.moved, job.evaluated = "", True, False
             if job.aborted:
@@ -180,7 +180,7 @@ class Dispatcher(Generic[Pending]):
                 self.wait(job)
         if self._next is not None and self._next.choice.model == name:
             if self._next.evaluated:
-                self.controller.dropped(name)
+                self.controller.prompt_dropped(name)
             self._next = None
         self._too_deep.pop(name, None)
         self.pool.free(name)
@@ -195,7 +195,7 @@ class Dispatcher(Generic[Pending]):
         They go to the model that serves or is evaluated; those with an objective of their own to
         the best loaded model for it.
         """
-        self.controller.holds(
+        self.controller.device_reported(
             {name: part.depth for name, part in self.pool.parts.items()},
             self.pool.num_cached_tokens,
         )
@@ -207,14 +207,14 @@ class Dispatcher(Generic[Pending]):
         full, fresh = False, sum(not job.moved for job in self.queue if job.objective is None)
         for job in [*self.queue]:
             if job.objective is not None:
-                own = self.controller.best(NAMED[job.objective]) or current.model
+                own = self.controller.best_loaded(NAMED[job.objective]) or current.model
                 if self.pool.parts[own].room:
                     self._place(job, Assignment(ModelDepth(own, self.pool.parts[own].depth), False))
                 continue
             if full:
                 continue
             if self._next is None:
-                self._next = self.controller.choose()
+                self._next = self.controller.prompt_arrived()
             if self._next.evaluated and job.moved and fresh:
                 continue  # it began in another model, so it is no evaluation of this one
             if self.pool.parts[self._next.choice.model].room:
@@ -248,7 +248,7 @@ class Dispatcher(Generic[Pending]):
         if job.heard is None:
             job.heard = self._clock()
             if job.objective is None:
-                self.controller.waited(job.model, job.heard - job.came)
+                self.controller.first_token_emitted(job.model, job.heard - job.came)
 
     def finish(
         self,
@@ -290,11 +290,11 @@ class Dispatcher(Generic[Pending]):
             if judged and (job.evaluated or drawn):
                 self.to_audit.append(job)
             elif job.evaluated:
-                self.controller.answered(job.model, job.telemetry, job.exits)
+                self.controller.prompt_answered(job.model, job.telemetry, job.exits)
         elif job.evaluated:
-            self.controller.dropped(job.model, failed)
+            self.controller.prompt_dropped(job.model, failed)
         elif failed:
-            self.controller.failed(job.model)
+            self.controller.answer_failed(job.model)
 
     def _may_audit(self) -> bool:
         """Return whether few answers wait for an audit, and audits took little time so far."""
@@ -357,7 +357,7 @@ class Dispatcher(Generic[Pending]):
         model = job.model
         if model not in self.pool.parts:  # it was freed meanwhile
             if job.evaluated:
-                self.controller.dropped(model)
+                self.controller.prompt_dropped(model)
             return
         begin = self._clock()
         try:
@@ -367,20 +367,20 @@ class Dispatcher(Generic[Pending]):
         except (RuntimeError, MemoryError) as error:  # the device may have no room for it
             warnings.warn(f"an answer of {model!r} was not audited: {error}", stacklevel=2)
             if job.evaluated:
-                self.controller.answered(model, job.telemetry, job.exits)
+                self.controller.prompt_answered(model, job.telemetry, job.exits)
             return
         if not job.evaluated:
             self._audited += self._clock() - begin
         quality, perplexity = self._on_judged(model, verdict)
         if job.evaluated:
             telemetry = dataclasses.replace(job.telemetry, accuracy=quality, perplexity=perplexity)
-            self.controller.answered(model, telemetry, job.exits)
+            self.controller.prompt_answered(model, telemetry, job.exits)
         if job.strictness != self._strictness(model):
             return
         audit = self.audit(ModelDepth(model, self.pool.parts[model].depth))
         audit = self.audits[model, *job.strictness] = audit.with_answer(verdict, quality)
         known = len(self.controller.decisions)
-        self.controller.audited(model, audit)
+        self.controller.answers_audited(model, audit)
         if len(self.controller.decisions) > known:
             # If this depth and these thresholds are tried again, only new answers count.
             del self.audits[model, *job.strictness]

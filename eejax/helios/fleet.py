@@ -250,7 +250,7 @@ class Fleet(StepLoop):
             tokens = tuple(t._replace(model=model) for t in tokens)
             self.dispatcher.record_tokens(job)
             below = self.pool.add_tokens(job, tokens)
-            self.controller.tokens(model, below, own=job.objective is not None)
+            self.controller.tokens_emitted(model, below, own=job.objective is not None)
         if not finish:
             return RequestOutput(id_, tokens)
         del self._jobs[id_]

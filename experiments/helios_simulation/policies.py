@@ -37,10 +37,10 @@ class ScriptedPolicy:
         self._choices, self._every, self._clock, self._given = [*choices], every, clock, 0
         self.wanted = choices[0]
 
-    def holds(self, depths: Mapping[str, int], num_cached_tokens: int) -> None:
+    def device_reported(self, depths: Mapping[str, int], num_cached_tokens: int) -> None:
         pass
 
-    def choose(self) -> Assignment:
+    def prompt_arrived(self) -> Assignment:
         self._given += 1
         # Request the next prompt's model now; until it is loaded, prompts go to the current one.
         i = min(self._given // self._every, len(self._choices) - 1)
@@ -49,34 +49,34 @@ class ScriptedPolicy:
             self.decisions.append(Decision(self._clock(), "switch", self.wanted, "the script"))
         return Assignment(self.current or self.wanted, False)
 
-    def best(self, weights: Mapping[str, float]) -> str | None:
+    def best_loaded(self, weights: Mapping[str, float]) -> str | None:
         return None
 
-    def loaded(self, choice: ModelDepth) -> None:
+    def model_loaded(self, choice: ModelDepth) -> None:
         self.current = choice
 
-    def limit_depth(self, choice: ModelDepth) -> None:
+    def depth_limited(self, choice: ModelDepth) -> None:
         self.wanted = choice
 
-    def tokens(self, model: str, below: Sequence[bool], own: bool = False) -> None:
+    def tokens_emitted(self, model: str, below: Sequence[bool], own: bool = False) -> None:
         pass
 
-    def waited(self, model: str, seconds: float) -> None:
+    def first_token_emitted(self, model: str, seconds: float) -> None:
         pass
 
-    def answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
+    def prompt_answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
         pass
 
-    def dropped(self, model: str, failed: bool = False) -> None:
+    def prompt_dropped(self, model: str, failed: bool = False) -> None:
         pass
 
-    def failed(self, model: str) -> None:
+    def answer_failed(self, model: str) -> None:
         pass
 
-    def gives_up(self, model: str, why: str) -> bool:
+    def model_given_up(self, model: str, why: str) -> bool:
         return False
 
-    def audited(self, model: str, audit: DisagreementBound) -> None:
+    def answers_audited(self, model: str, audit: DisagreementBound) -> None:
         pass
 
     def level(self, model: str, evaluated: bool = False) -> int:

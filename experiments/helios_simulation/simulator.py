@@ -324,7 +324,7 @@ class SimulatedServer:
             self.below[job.number] += sum(below)
             for e in exits:
                 self.exits[name][e] += 1
-            self.controller.tokens(name, below)
+            self.controller.tokens_emitted(name, below)
             if job.num_read == self.trace.new:
                 ended += 1
                 self._ended(name, part, job)

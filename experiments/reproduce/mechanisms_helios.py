@@ -60,13 +60,13 @@ def serve(one, prompts: int, tokens: int = 20) -> list[str]:
     exits = [e for e, share in enumerate(SHARES) for _ in range(round(tokens * share))]
     served = []
     for _ in range(prompts):
-        one.loaded(one.wanted)
-        choice, evaluated = one.choose()
+        one.model_loaded(one.wanted)
+        choice, evaluated = one.prompt_arrived()
         served.append(choice.model)
-        one.tokens(choice.model, [e >= choice.depth for e in exits])
+        one.tokens_emitted(choice.model, [e >= choice.depth for e in exits])
         if evaluated:
             told = one.state.rules.profiles[choice.model].serving(SHARES, choice.depth)
-            one.answered(choice.model, told, [min(e, choice.depth - 1) for e in exits])
+            one.prompt_answered(choice.model, told, [min(e, choice.depth - 1) for e in exits])
     return served
 
 
@@ -100,8 +100,8 @@ def overlaps() -> Iterator[Finding]:
     for _ in range(400):
         before = serve(one, 1)[0]
         if one.state.serving and one.wanted.model != before:
-            one.holds({before: one.current.depth}, 0)  # what is wanted is never loaded
-            served = [one.choose()[0].model for _ in range(10)]
+            one.device_reported({before: one.current.depth}, 0)  # what is wanted is never loaded
+            served = [one.prompt_arrived()[0].model for _ in range(10)]
             break
     yield judged(
         "overlap",
@@ -122,7 +122,7 @@ def others() -> Iterator[Finding]:
     first = sorted(set(serve(one, 200)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        one.gives_up(first[0], "its answers end in errors")
+        one.model_given_up(first[0], "its answers end in errors")
     later = sorted(set(serve(one, 200)))
     new = sorted({*later} - {*first})
     yield judged(

@@ -215,10 +215,10 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
     c, wanted = make(0), []
     first = c
     for i in range(8 * 60):
-        c.loaded(c.wanted)
-        given = c.choose()
+        c.model_loaded(c.wanted)
+        given = c.prompt_arrived()
         assert not given.evaluated and not c.evaluating
-        c.tokens(given.choice.model, [True] * 10)
+        c.tokens_emitted(given.choice.model, [True] * 10)
         wanted.append(c.wanted)
         # The interval's prompts and the one with which it is over.
         assert len(c.decisions) == 1 + (i + 1) // 8
@@ -231,8 +231,8 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
     again, other = make(0), make(1)
     for c in (again, other):
         for _ in range(8 * 20):
-            c.loaded(c.wanted)
-            c.choose()
+            c.model_loaded(c.wanted)
+            c.prompt_arrived()
 
     def choices(c):
         return [d.choice for d in c.decisions]

@@ -167,14 +167,14 @@ def test_decisions_are_those_of_a_controller_driven_by_hand():
         repository.put(name, p.benchmark())
     hand = Controller(PROFILES, objective, repository, options(), clock=lambda: 0.0)
     for i in range(len(t)):
-        hand.loaded(hand.wanted)
-        hand.holds({hand.current.model: hand.current.depth}, 20)
-        (name, depth), evaluated = hand.choose()
+        hand.model_loaded(hand.wanted)
+        hand.device_reported({hand.current.model: hand.current.depth}, 20)
+        (name, depth), evaluated = hand.prompt_arrived()
         assert name == got.models[i] or depth < 3
         serves, written = hand.current, 0
         while written < t.new:
             exits, below = t.models[name].leaves(None, depth)
-            hand.tokens(name, [bool(below[i, written])])
+            hand.tokens_emitted(name, [bool(below[i, written])])
             written += 1
             if hand.wanted != serves and hand.wanted.model == name:
                 break  # grown, in the middle of the text: told in part below
@@ -182,7 +182,7 @@ def test_decisions_are_those_of_a_controller_driven_by_hand():
             break  # what follows depends on when segments come
         if evaluated:
             told = PROFILES[name].serving(hand.state.shares.get(name, (0.0, 0.0, 1.0)), depth)
-            hand.answered(name, told, exits[i].tolist())
+            hand.prompt_answered(name, told, exits[i].tolist())
     kinds = [(d.kind, d.choice) for d in hand.decisions]
     assert len(kinds) > 3 and [(d.kind, d.choice) for d in got.decisions[: len(kinds)]] == kinds
     served = {d.choice.model for d in got.decisions if d.kind in ("serve", "switch")}

@@ -115,15 +115,15 @@ def test_the_window_is_empty_after_a_decision():
         world.prompt()
     world.prompt(tokens=0)
     c = world.controller
-    c.tokens("m", [True] * 50)
+    c.tokens_emitted("m", [True] * 50)
     assert world.kinds == ["evaluate", "serve"]
-    c.tokens("m", [True])
+    c.tokens_emitted("m", [True])
     assert world.kinds[-1] == "grow"
     grown = c.wanted
-    c.tokens("m", [True] * 50)  # while it is loaded nothing more is decided
+    c.tokens_emitted("m", [True] * 50)  # while it is loaded nothing more is decided
     assert c.wanted == grown and len(world.kinds) == 3
-    c.loaded(grown)
-    c.tokens("m", [True] * 50)
+    c.model_loaded(grown)
+    c.tokens_emitted("m", [True] * 50)
     assert len(world.kinds) == 3
 
 
@@ -166,25 +166,25 @@ def test_while_another_is_evaluated_the_one_that_served_goes_on():
     c = world.controller
     while c.state.serving is None:
         world.prompt()
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     c.apply(decisions.evaluate, "for the test", ["b"])
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     assert c.current == ModelDepth("b", 4)
-    c.holds({"a": 1, "b": 4}, 0)
-    given = [c.choose() for _ in range(7)]
+    c.device_reported({"a": 1, "b": 4}, 0)
+    given = [c.prompt_arrived() for _ in range(7)]
     assert given == [(ModelDepth("b", 4), True)] * 5 + [(ModelDepth("a", 1), False)] * 2
-    c.holds({"b": 4}, 0)  # "a" had to go
-    assert c.choose() == (ModelDepth("b", 4), False)
+    c.device_reported({"b": 4}, 0)  # "a" had to go
+    assert c.prompt_arrived() == (ModelDepth("b", 4), False)
 
 
 def test_an_evaluation_pools_perplexity_over_tokens():
     """Two answers of 1 and 3 tokens pool as exp of the mean of all negative log-probabilities."""
     world = World({"m": profile(n=1)}, {"m": (1.0,)}, prompts=2)
     c = world.controller
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     for perplexity, tokens in ((16.0, 1), (2.0, 3)):
-        c.choose()
-        c.answered("m", telemetry(perplexity=perplexity), [0] * tokens)
+        c.prompt_arrived()
+        c.prompt_answered("m", telemetry(perplexity=perplexity), [0] * tokens)
     (row,) = world.repository.history("m")
     nats = [math.log(16.0)] + [math.log(2.0)] * 3
     assert row.telemetry.perplexity == pytest.approx(math.exp(np.mean(nats)))
@@ -199,10 +199,10 @@ def test_a_request_of_its_own_objective_is_ranked_by_that():
     world = World({"fast": fast, "slow": slow}, shares)
     c = world.controller
     set_state(c, shares=shares)
-    c.holds({"fast": 2, "slow": 2}, 0)
-    assert c.best(NAMED["throughput"]) == "fast"
+    c.device_reported({"fast": 2, "slow": 2}, 0)
+    assert c.best_loaded(NAMED["throughput"]) == "fast"
     # Without exits the fast one's answers are the better ones; with them, by far the worse ones.
-    assert c.best(NAMED["accuracy"]) == "fast"
+    assert c.best_loaded(NAMED["accuracy"]) == "fast"
 
 
 def test_the_objective_says_how_deep():
@@ -224,21 +224,21 @@ def test_joules_that_were_measured_decide():
         told = {m: p.serving((0.6, 0.2, 0.1, 0.1), 4) for m, p in profiles.items()}
         c = world.controller
         for name in ("a", "b"):
-            c.loaded(c.wanted)
+            c.model_loaded(c.wanted)
             for _ in range(5):
-                c.choose()
+                c.prompt_arrived()
                 energy = told[name].energy * (joules if name == "a" else 1.0)
                 seen = telemetry(energy=energy)
-                c.answered(name, seen, [0] * 6 + [1] * 2 + [2, 3])
+                c.prompt_answered(name, seen, [0] * 6 + [1] * 2 + [2, 3])
         assert c.wanted.model == model
 
 
 def test_tokens_that_are_not_of_an_evaluation_say_nothing_of_the_whole_model():
     world = World({"m": profile()}, {"m": (0.1, 0.1, 0.1, 0.7)})
     c = world.controller
-    c.tokens("m", [False] * 1000)  # while it is loaded
-    c.loaded(c.wanted)
-    c.tokens("m", [False] * 1000)  # of prompts that were there before
+    c.tokens_emitted("m", [False] * 1000)  # while it is loaded
+    c.model_loaded(c.wanted)
+    c.tokens_emitted("m", [False] * 1000)  # of prompts that were there before
     for _ in range(6):
         world.prompt()
     assert c.state.shares["m"] == (0.1, 0.1, 0.1, 0.7) and world.served[-1].depth == 4
@@ -254,14 +254,14 @@ def test_what_a_change_costs_is_of_all_requests_under_way():
         return prospects.cost(c.state, choice)
 
     assert c.current == ModelDepth("b", 1)
-    c.holds({"b": 1}, 5000)
+    c.device_reported({"b": 1}, 5000)
     assert cost(ModelDepth("b", 3)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
     # Those of 'b' end where they are.
     assert cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1)
-    c.holds({"b": 1, "a": 4}, 5000)
+    c.device_reported({"b": 1, "a": 4}, 5000)
     assert cost(ModelDepth("a", 2)) == 0.0
     set_state(c, current=ModelDepth("b", 3))
-    c.holds({"b": 3}, 5000)
+    c.device_reported({"b": 3}, 5000)
     assert cost(ModelDepth("b", 1)) == pytest.approx(5000 * 1e-5)
     c.change_rules(options=ControllerOptions(budget=450))
     assert cost(ModelDepth("a", 2)) == pytest.approx(2 * 0.1 + 2 * 5000 * 1e-5)
@@ -273,15 +273,15 @@ def test_the_best_of_what_is_loaded_for_an_objective_of_ones_own():
         {"a": (0.5, 0.0, 0.0, 0.5), "b": (0.5, 0.0, 0.0, 0.5)},
     )
     c, fast, right = world.controller, NAMED["throughput"], NAMED["accuracy"]
-    c.holds({"a": 1}, 0)
-    assert c.best(fast) is None  # nobody was evaluated yet
+    c.device_reported({"a": 1}, 0)
+    assert c.best_loaded(fast) is None  # nobody was evaluated yet
     for _ in range(11):
         world.prompt()
-    assert c.best(right) == "a"
-    c.holds({"a": 1, "b": 1}, 0)
-    assert c.best(fast) == "a" and c.best(right) == "b"
+    assert c.best_loaded(right) == "a"
+    c.device_reported({"a": 1, "b": 1}, 0)
+    assert c.best_loaded(fast) == "a" and c.best_loaded(right) == "b"
     c.change_rules(objective=ServiceObjective.of("throughput", accuracy=0.9))
-    assert c.best(fast) == "b"  # within the server's limits
+    assert c.best_loaded(fast) == "b"  # within the server's limits
 
 
 def test_limits_come_before_the_score():
@@ -365,15 +365,15 @@ def test_a_mode_in_which_no_token_leaves_below_its_threshold():
 def test_prompts_that_are_dropped_are_given_again():
     world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)})
     c = world.controller
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     for _ in range(5):
-        c.choose()
-    c.dropped("m")
+        c.prompt_arrived()
+    c.prompt_dropped("m")
     for _ in range(4):
-        c.answered("m", telemetry(), [1] * 10)
+        c.prompt_answered("m", telemetry(), [1] * 10)
     assert c.evaluating
-    c.choose()
-    c.answered("m", telemetry(), [1] * 10)
+    c.prompt_arrived()
+    c.prompt_answered("m", telemetry(), [1] * 10)
     assert not c.evaluating and c.wanted == ModelDepth("m", 2)
 
 
@@ -391,10 +391,10 @@ def test_what_does_not_fit_is_refused_or_freed_first():
 def test_an_answer_of_no_tokens_says_nothing():
     world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)})
     c = world.controller
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     for exits in ([], [9], []):
-        c.choose()
-        c.answered("m", telemetry(), exits)
+        c.prompt_arrived()
+        c.prompt_answered("m", telemetry(), exits)
     for _ in range(6):
         world.prompt()
     assert world.served[-1] == ModelDepth("m", 1)

@@ -58,15 +58,15 @@ def changes(best, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
     for _ in range(len(rounds) * (c.options.interval + 1 + 2 * c.options.prompts)):
         if len(served) == len(rounds):
             break
-        c.loaded(c.wanted)
-        c.holds({c.current.model: c.current.depth}, 500)
-        (model, depth), evaluated = c.choose()
+        c.model_loaded(c.wanted)
+        c.device_reported({c.current.model: c.current.depth}, 500)
+        (model, depth), evaluated = c.prompt_arrived()
         exits = rounds[len(served)]["ab".index(model)]
-        c.tokens(model, [e >= depth for e in exits])
+        c.tokens_emitted(model, [e >= depth for e in exits])
         if not evaluated:
             continue
         told = profiles[model].serving((0.0, 0.0, 1.0), depth)
-        c.answered(model, told, [min(e, depth - 1) for e in exits])
+        c.prompt_answered(model, told, [min(e, depth - 1) for e in exits])
         if not c.evaluating:
             served.append(c.state.serving)
             speeds = [-np.log(scale * passed(c, m)) for m, scale in zip("ab", scales, strict=True)]
@@ -175,12 +175,12 @@ def test_drawn_traces(shares, scales, objective, options, limits, delays, seed):
         if c.wanted != wanted:
             wanted, left = c.wanted, next(waits)
         elif left == 0:
-            c.loaded(wanted)
+            c.model_loaded(wanted)
         left = max(0, left - 1)
         if c.current is None:
             continue
         free += not c.evaluating
-        choice, evaluated = c.choose()
+        choice, evaluated = c.prompt_arrived()
         assert choice == c.current and 1 <= choice.depth <= 3
         open_.append((choice, evaluated))
         if len(open_) > seed.randint(0, 3):
@@ -189,14 +189,14 @@ def test_drawn_traces(shares, scales, objective, options, limits, delays, seed):
             was = c.wanted
             if was == c.current and was.model == done.model and not c.evaluating:
                 borne += 9 * (e >= done.depth)
-            c.tokens(done.model, [e >= done.depth] * 9)
+            c.tokens_emitted(done.model, [e >= done.depth] * 9)
             tokens, below = tokens + 9, below + 9 * (e >= done.depth)
             assert c.wanted == was or c.decisions[-1].kind in ("grow", "switch")
-            c.waited(done.model, seed.uniform(0, 3))
+            c.first_token_emitted(done.model, seed.uniform(0, 3))
             if evaluated and seed.random() < 0.1:
-                c.dropped(done.model)
+                c.prompt_dropped(done.model)
             elif evaluated:
-                c.answered(done.model, telemetry(), [min(e, done.depth - 1)] * 9)
+                c.prompt_answered(done.model, telemetry(), [min(e, done.depth - 1)] * 9)
     assert (c.state.below, c.state.emitted) == (below, tokens)
     if not options["greedy"]:
         assert all(d.choice.depth == 3 for d in c.decisions)

@@ -118,7 +118,7 @@ def test_an_evaluation_that_costs_much_waits_until_it_pays():
             world.prompt()
         whole = ModelDepth("a", 4)
         set_state(c, serving="a", wanted=whole, current=whole, plan=())
-        c.holds({"a": 4}, 0)
+        c.device_reported({"a": 4}, 0)
         for age in range(200):
             set_state(c, ages=c.state.ages | {"b": age})
             if prospects.may_be_better(c.state, "b"):

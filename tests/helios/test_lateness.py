@@ -20,7 +20,7 @@ def test_first_tokens_may_not_come_too_late():
         world = World({"m": profile()}, shares, goal, interval=60, breaches=100)
         for _ in range(prompts):
             choice = world.prompt()
-            world.controller.waited("m", 2.0 if choice.depth == 4 else 0.1)
+            world.controller.first_token_emitted("m", 2.0 if choice.depth == 4 else 0.1)
         told = world.controller.decisions
         assert told[1].expected.ttft_p99 == pytest.approx(0.04)  # nobody was served yet
         return [d.choice.depth for d in told if d.kind == "serve"]
@@ -41,12 +41,12 @@ def test_who_waited_for_something_else_says_nothing():
     c = world.controller
     for _ in range(40):
         world.prompt()
-        c.waited("m", world.time - c.state.since + 0.5)  # came before what serves
-        c.waited("other", 9.0)
+        c.first_token_emitted("m", world.time - c.state.since + 0.5)  # came before what serves
+        c.first_token_emitted("other", 9.0)
     c.apply(decisions.evaluate, "now")
     assert c.decisions[-2].expected.ttft_p99 == pytest.approx(0.04)
     for _ in range(6):
-        c.waited("m", 9.0)  # of an evaluation
+        c.first_token_emitted("m", 9.0)  # of an evaluation
         world.prompt()
     assert c.decisions[-1].expected.ttft_p99 == pytest.approx(0.04)
 
@@ -57,6 +57,6 @@ def test_a_queue_that_only_grows_is_seen():
     world = World({"m": profile()}, {"m": (0.6, 0.2, 0.1, 0.1)}, goal, interval=60, breaches=100)
     for _ in range(200):
         world.prompt()
-        world.controller.waited("m", 150.0)
+        world.controller.first_token_emitted("m", 150.0)
     served = [d.choice.depth for d in world.controller.decisions if d.kind == "serve"]
     assert served[0] == 4 and served[1] == 1

@@ -110,13 +110,13 @@ def test_an_evaluation_corrects_quality_and_perplexity():
     made = World(profiles, dict.fromkeys(own, SHARES), goal, before)
     c = made.controller
     for name in ("large", "small"):
-        c.loaded(c.wanted)
+        c.model_loaded(c.wanted)
         assert c.wanted == ModelDepth(name, 4)
         for _ in range(5):
-            c.choose()
+            c.prompt_arrived()
             told = profiles[name].serving(SHARES, 4)
             told = dataclasses.replace(told, perplexity=after[name])
-            c.answered(name, told, [0] * 60 + [1] * 20 + [2] * 10 + [3] * 10)
+            c.prompt_answered(name, told, [0] * 60 + [1] * 20 + [2] * 10 + [3] * 10)
     assert c.wanted.model == "small"
     assert prospects.expected_of(c.state, c.wanted)[0].perplexity == pytest.approx(1.47)
     # The ceiling of what answers are compared with is not corrected, only what is below it.

@@ -43,29 +43,29 @@ def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
     assert expected == pytest.approx(1 - 0.8 * 0.98 - 0.2 * 2 / 3)
     few, good = looked_at(10, 0.1), looked_at(40, 0.1)
     assert few.low < few.had_been(expected) < few.high and good.high < 0.25
-    c.audited("m", few)  # of as many that are as expected no more would be known
-    c.audited("m", good)  # as good as it has to be
+    c.answers_audited("m", few)  # of as many that are as expected no more would be known
+    c.answers_audited("m", good)  # as good as it has to be
     assert world.kinds[-1] == "serve"
     near, top_logprobs = looked_at(20, 0.24), looked_at(20, 0.3)
     for audit in (near, top_logprobs):
         assert audit.low < audit.had_been(expected) < 0.25 < audit.high and CERTAIN.low > 0.25
-    c.audited("m", near)  # it is not certain yet, but looks like it
+    c.answers_audited("m", near)  # it is not certain yet, but looks like it
     assert world.kinds[-1] == "serve"
     for depth, audit in ((2, top_logprobs), (3, CERTAIN)):
-        c.audited("m", audit)
+        c.answers_audited("m", audit)
         assert world.kinds[-1] == "tighten" and c.wanted == ModelDepth("m", depth)
-        c.audited("m", audit)  # while that is loaded nothing more is decided
+        c.answers_audited("m", audit)  # while that is loaded nothing more is decided
         assert c.wanted == ModelDepth("m", depth)
-        c.loaded(c.wanted)
+        c.model_loaded(c.wanted)
     assert stricter(0.6, c.level("m")) == 0.6
     for threshold in (0.8, 0.9, 0.95, 1.0, 1.0):
-        c.audited("m", CERTAIN)
+        c.answers_audited("m", CERTAIN)
         assert stricter(0.6, c.level("m")) == pytest.approx(threshold)
     assert world.kinds.count("tighten") == 6
     without = World({"m": profile()}, {"m": (0.9, 0.1, 0.0, 0.0)})
     for _ in range(6):
         without.prompt()
-    without.controller.audited("m", CERTAIN)
+    without.controller.answers_audited("m", CERTAIN)
     assert without.kinds == ["evaluate", "serve"]
 
 
@@ -79,10 +79,10 @@ def test_audits_of_a_whole_model_without_exits_change_nothing():
     whole, kinds = ModelDepth("m", 3), world.kinds
     set_state(c, wanted=whole, current=whole, without_exits=frozenset("m"))
     for _ in range(3):
-        c.audited("m", CERTAIN)
+        c.answers_audited("m", CERTAIN)
     assert world.kinds == kinds and c.state.strictness["m"] == Strictness()
     set_state(c, without_exits=frozenset())
-    c.audited("m", CERTAIN)
+    c.answers_audited("m", CERTAIN)
     assert world.kinds == [*kinds, "tighten"]
     assert c.state.strictness["m"] == Strictness(level=1, failed=1, rest=2)
 
@@ -97,14 +97,14 @@ def test_audits_that_no_tightening_can_help_bring_a_better_model():
     }
 
     c = begun(profiles, shares, goal).controller
-    c.audited("small", CERTAIN)
+    c.answers_audited("small", CERTAIN)
     assert c.decisions[-1].kind == "evaluate" and c.decisions[-1].choice.model == "small"
     assert [seen.model for seen in c.state.plan] == ["small", "large"]  # which tells of both
     assert c.state.strictness["small"].level == 0
     # Of none that is better, surer tokens are nearer to the limit at least.
     del profiles["large"]
     c = begun(profiles, shares, goal).controller
-    c.audited("small", CERTAIN)
+    c.answers_audited("small", CERTAIN)
     assert c.decisions[-1].kind == "tighten" and c.state.strictness["small"].level == 1
 
 
@@ -122,16 +122,16 @@ def test_better_models_are_evaluated_once_between_two_assessments():
     def evaluated():
         while c.evaluating:
             world.prompt()
-        c.loaded(c.wanted)
+        c.model_loaded(c.wanted)
         assert c.current == ModelDepth("small", 3) and not c.state.without_exits
 
     for _ in range(2):
-        c.audited("small", CERTAIN)
+        c.answers_audited("small", CERTAIN)
         assert world.kinds[-1] == "evaluate"
         assert [seen.model for seen in c.state.plan] == ["small", "near"]
         evaluated()  # which keeps it
         level = c.state.strictness["small"].level
-        c.audited("small", CERTAIN)
+        c.answers_audited("small", CERTAIN)
         assert world.kinds[-1] == "tighten" and c.state.strictness["small"].level == level + 1
         while not c.evaluating:  # up to the next assessment
             world.prompt()
@@ -148,12 +148,12 @@ def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
         while world.kinds.count("serve") == n:
             world.prompt()
             if not c.evaluating:
-                c.loaded(c.wanted)
-                c.audited("m", FAULTLESS)
+                c.model_loaded(c.wanted)
+                c.answers_audited("m", FAULTLESS)
 
     reassessed()
-    c.loaded(c.wanted)
-    c.audited("m", CERTAIN)
+    c.model_loaded(c.wanted)
+    c.answers_audited("m", CERTAIN)
     assert c.state.strictness["m"].least == 2
     turns = []
     for _ in range(4):
@@ -162,11 +162,11 @@ def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
             reassessed()
             n += 1
         turns.append(n)
-        c.loaded(c.wanted)
-        c.audited("m", CERTAIN)
+        c.model_loaded(c.wanted)
+        c.answers_audited("m", CERTAIN)
         assert world.kinds[-1] == "tighten"
     assert turns == [2, 4, 8, 16]
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     set_state(c, strictness={"m": Strictness(least=2, level=1)})
     reassessed()
     found = c.state.strictness["m"]

@@ -16,25 +16,25 @@ def test_nobody_is_given_to_a_model_that_fails():
     shares = dict.fromkeys("ab", (0.6, 0.2, 0.1, 0.1))
     world = World({"a": profile(), "b": profile(2.0)}, shares)
     c = world.controller
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     with pytest.warns(UserWarning, match="'a' is no longer served"):
         for _ in range(5):
-            assert c.choose() == (ModelDepth("a", 4), True)
-            c.dropped("a", failed=True)
+            assert c.prompt_arrived() == (ModelDepth("a", 4), True)
+            c.prompt_dropped("a", failed=True)
     assert c.current is None and c.wanted == ModelDepth("b", 4)
     for _ in range(6):
         world.prompt()
     assert world.served[-1] == ModelDepth("b", 1) and "a" not in prospects.candidates(c.state)[1]
     for _ in range(5):
         assert not c.evaluating
-        c.failed("b")  # which served well before
+        c.answer_failed("b")  # which served well before
     assert c.evaluating and c.decisions[-1].why == "answers end in errors"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is the last one
-        c.loaded(c.wanted)
+        c.model_loaded(c.wanted)
         for _ in range(20):
-            assert c.choose().choice.model == "b"
-            c.dropped("b", failed=True)
+            assert c.prompt_arrived().choice.model == "b"
+            c.prompt_dropped("b", failed=True)
 
 
 def test_a_limit_holds_for_who_serves_until_another_one_is_there():
@@ -48,7 +48,7 @@ def test_a_limit_holds_for_who_serves_until_another_one_is_there():
     assert c.current == ModelDepth("a", 4) and c.level("a") == STRICTEST
     c.apply(decisions.want, "switch", ModelDepth("b", 4), "for the test")
     assert c.level("a") == STRICTEST and c.level("b") == STRICTEST
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     assert c.level("a") == 0 and c.level("b") == STRICTEST
 
 
@@ -62,7 +62,7 @@ def test_between_two_evaluations_who_served_goes_on():
         world.prompt()
     set_state(c, serving="a")
     c.apply(decisions.want, "serve", ModelDepth("a", 1), "for the test")
-    c.loaded(c.wanted)
+    c.model_loaded(c.wanted)
     # As if they were evaluated long ago.
     set_state(c, ages=c.state.ages | dict.fromkeys("bc", 20))
     c.apply(decisions.evaluate, "for the test")
@@ -71,21 +71,21 @@ def test_between_two_evaluations_who_served_goes_on():
         ModelDepth("b", 4),
         ModelDepth("c", 4),
     ]
-    c.holds({"a": 1}, 0)
+    c.device_reported({"a": 1}, 0)
     for _ in range(5):
-        assert c.choose() == (ModelDepth("a", 1), True)
-        c.answered("a", profiles["a"].serving(shares["a"], 1), [0] * 10)
+        assert c.prompt_arrived() == (ModelDepth("a", 1), True)
+        c.prompt_answered("a", profiles["a"].serving(shares["a"], 1), [0] * 10)
     assert c.wanted == ModelDepth("b", 4)
-    c.holds({"a": 1, "b": 4}, 0)
-    c.loaded(c.wanted)
+    c.device_reported({"a": 1, "b": 4}, 0)
+    c.model_loaded(c.wanted)
     for _ in range(5):
-        assert c.choose() == (ModelDepth("b", 4), True)
-        c.answered("b", profiles["b"].serving(shares["b"], 4), [0] * 10)
-    assert c.wanted == ModelDepth("c", 4) and c.choose() == (ModelDepth("a", 1), False)
+        assert c.prompt_arrived() == (ModelDepth("b", 4), True)
+        c.prompt_answered("b", profiles["b"].serving(shares["b"], 4), [0] * 10)
+    assert c.wanted == ModelDepth("c", 4) and c.prompt_arrived() == (ModelDepth("a", 1), False)
     set_state(c, plan=())
     c.apply(decisions.want, "switch", ModelDepth("c", 1), "for the test")
     for _ in range(30):
-        assert not c.choose().evaluated
-    c.loaded(c.wanted)
-    c.choose()
+        assert not c.prompt_arrived().evaluated
+    c.model_loaded(c.wanted)
+    c.prompt_arrived()
     assert not c.evaluating

@@ -87,18 +87,18 @@ class World:
 
     def prompt(self, tokens: int = 20) -> ModelDepth:
         c = self.controller
-        c.loaded(c.wanted)
-        choice, evaluated = c.choose()
+        c.model_loaded(c.wanted)
+        choice, evaluated = c.prompt_arrived()
         self.served.append(choice)
         exits = []
         for _ in range(tokens):
             e = next(self.drawn[choice.model])
             exits.append(min(e, choice.depth - 1))
-            c.tokens(choice.model, [e >= choice.depth])
+            c.tokens_emitted(choice.model, [e >= choice.depth])
         self.time += 1.0
         told = self.profiles[choice.model].serving(self.shares[choice.model], choice.depth)
         if evaluated:
-            c.answered(choice.model, told, exits)
+            c.prompt_answered(choice.model, told, exits)
         return choice
 
     @property
