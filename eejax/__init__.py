@@ -1,6 +1,15 @@
 """Early-exit language models in JAX: training, tuning and serving."""
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from eejax.interop.api import LanguageModel as LanguageModel
+    from eejax.interop.api import calibrate as calibrate
+    from eejax.interop.api import generate as generate
+    from eejax.interop.api import grade as grade
+    from eejax.interop.api import load as load
+    from eejax.interop.api import tune as tune
 
 __version__ = "0.1.0"
 

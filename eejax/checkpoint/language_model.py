@@ -6,8 +6,9 @@ import dataclasses
 import importlib
 import os
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from jax.sharding import Mesh
 
@@ -21,8 +22,12 @@ from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import BYTES, MARKER, ByteTokenizer, Tokenizer, check_vocabulary
 from eejax.models.config import ModelConfig
 
+if TYPE_CHECKING:
+    from eejax.data import Source
+    from eejax.inference import EngineOptions, GenerationResult
+    from eejax.train.evaluate import Evaluation
+
 OWN_TOKENIZER = ("tokenizer.json", "tokenizer.model", MARKER)
-API = "eejax.interop.api"  # a later room, whose functions implement the methods
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,21 +71,76 @@ class LanguageModel:
             path, self.config, self.params, tokenizer=self.tokenizer, generation=self.generation
         )
 
-    def generate(self, *args: Any, **kwargs: Any) -> tuple[str, Any]:
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        *,
+        agreement: float | None = None,
+        engine: EngineOptions | str = "recompute",
+        **options: Any,
+    ) -> tuple[str, GenerationResult]:
         """Generate a text; see `eejax.generate`."""
-        return importlib.import_module(API).generate(self, *args, **kwargs)
+        return _api().generate(
+            self, prompt, max_new_tokens, agreement=agreement, engine=engine, **options
+        )
 
-    def calibrate(self, *args: Any, **kwargs: Any) -> LanguageModel:
+    def calibrate(
+        self,
+        text: str | Sequence[str] | Source,
+        *,
+        every: int = 4,
+        boundaries: Sequence[int] | None = None,
+        tokens: int = 200_000,
+        length: int = 256,
+        watch: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> LanguageModel:
         """Return the model with trained routers; see `eejax.calibrate`."""
-        return importlib.import_module(API).calibrate(self, *args, **kwargs)
+        return _api().calibrate(
+            self,
+            text,
+            every=every,
+            boundaries=boundaries,
+            tokens=tokens,
+            length=length,
+            watch=watch,
+            **options,
+        )
 
-    def tune(self, *args: Any, **kwargs: Any) -> LanguageModel:
+    def tune(
+        self,
+        text: str | Sequence[str],
+        exits: Sequence[int],
+        *,
+        workdir: str | os.PathLike | None = None,
+        steps: int = 300,
+        batch_size: int = 8,
+        length: int = 256,
+        learning_rate: float = 1e-3,
+    ) -> LanguageModel:
         """Return the model with trained exits; see `eejax.tune`."""
-        return importlib.import_module(API).tune(self, *args, **kwargs)
+        return _api().tune(
+            self,
+            text,
+            exits,
+            workdir=workdir,
+            steps=steps,
+            batch_size=batch_size,
+            length=length,
+            learning_rate=learning_rate,
+        )
 
-    def grade(self, *args: Any, **kwargs: Any) -> Any:
+    def grade(
+        self, text: str | Sequence[str] | Source, *, tokens: int = 200_000, length: int = 256
+    ) -> Evaluation:
         """Measure loss, perplexity and bits per byte of every exit on text; see `eejax.grade`."""
-        return importlib.import_module(API).grade(self, *args, **kwargs)
+        return _api().grade(self, text, tokens=tokens, length=length)
+
+
+def _api() -> types.ModuleType:
+    """Return the module of a later room whose functions implement the methods."""
+    return importlib.import_module("eejax.interop.api")
 
 
 def load(
