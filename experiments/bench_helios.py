@@ -124,12 +124,13 @@ class Bench:
     def __init__(self):
         from eejax.checkpoint.language_model import load
         from eejax.experiments.helios_runs import Judges, fitted, prompts
+        from eejax.helios.build import room, warm_up
         from eejax.helios.measurements import encoded, windows
         from eejax.helios.pool import FleetMember
         from eejax.helios.profiles import measure
         from eejax.inference import capacity
         from eejax.inference.slot_engine import STEPS_PER_CALL
-        from eejax.serving.fleets import check_alike, room, warm_up
+        from eejax.serving.fleets import check_alike
         from eejax.serving.models import batch_options
 
         paths = {"small": _SMALL.value, "large": _LARGE.value}

@@ -25,6 +25,7 @@ from absl import flags
 from eejax.common.errors import ConfigError, DataError, require_one_of
 from eejax.experiments import field_flags, launch, prompt_files
 from eejax.gates.confidence import GATES
+from eejax.helios.build import FleetConfig
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.objectives import NAMED
 from eejax.serving import fleets
@@ -99,9 +100,7 @@ _BUDGET = flags.DEFINE_string(
     "With --objective: maximum bytes of weights and requests, as 500M or 2G; fewer "
     "layers leave room for more requests, up to --slots. Default: no limit.",
 )
-_FLEET = field_flags.define(
-    fleets.FleetConfig, ("repository", "audits", "quality"), note=WITH_OBJECTIVE
-)
+_FLEET = field_flags.define(FleetConfig, ("repository", "audits", "quality"), note=WITH_OBJECTIVE)
 _CONTROLLER = field_flags.define(
     ControllerOptions,
     {name: name for name in ("candidates", "breaches", "greedy")} | {"interval": "reassess"},

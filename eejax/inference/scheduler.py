@@ -459,3 +459,11 @@ class EngineCall(NamedTuple):
     record: DecodeRecord
     jobs: list[ScheduledRequest | None]
     steps: bool
+
+
+def compile_joins(scheduler: Scheduler, slots: int) -> None:
+    """Compile the programs that fill one, two, four and so on up to all slots at once."""
+    for n in sorted({slots, *(2**i for i in range(slots.bit_length()))}):
+        for i in range(n):
+            scheduler.add_request(EngineRequest(f"warm-up-{i}", (0,), 2))
+        scheduler.run()

@@ -20,7 +20,7 @@ from eejax.common.progress import LOG
 from eejax.helios.choices import ModelDepth
 from eejax.helios.report import CHOOSES, FleetReport
 from eejax.inference.request import EngineRequest
-from eejax.inference.scheduler import Scheduler
+from eejax.inference.scheduler import Scheduler, compile_joins
 from eejax.inference.scoring import score
 from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.serving.messages import (
@@ -149,7 +149,7 @@ class EngineWorker:
         """
         if self.fleet is not None:
             return
-        joined(self.scheduler, self.slots)
+        compile_joins(self.scheduler, self.slots)
         if hasattr(self.engine, "weights"):  # else it scores nothing
             for n in padded_lengths(self.engine.context):
                 self._scored(ScoreRequest("warm-up", (0,) * n, False))
@@ -212,11 +212,3 @@ class EngineWorker:
         self._decisions += len(report.decisions)
         self._points += len(report.points)
         return report
-
-
-def joined(scheduler: Scheduler, slots: int) -> None:
-    """Compile the programs that fill one, two, four and so on up to all slots at once."""
-    for n in sorted({slots, *(2**i for i in range(slots.bit_length()))}):
-        for i in range(n):
-            scheduler.add_request(EngineRequest(f"warm-up-{i}", (0,), 2))
-        scheduler.run()

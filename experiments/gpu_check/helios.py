@@ -107,8 +107,8 @@ def slot_counts(setup: HeliosSizes, described: dict[str, Any]) -> tuple[float, d
 
     They follow from shapes alone, whatever memory the card has.
     """
+    from eejax.helios.build import room
     from eejax.inference import capacity
-    from eejax.serving.fleets import room
 
     large = described["large"]
     depth = large.config.n_exits + 1
@@ -129,10 +129,10 @@ class Models:
     """Models, their costs, and prompts."""
 
     def __init__(self, setup: HeliosSizes):
+        from eejax.helios.build import warm_up
         from eejax.helios.measurements import windows
         from eejax.helios.profiles import measure
         from eejax.inference.slot_engine import STEPS_PER_CALL
-        from eejax.serving.fleets import warm_up
 
         self.setup, self.profiles = setup, {}
         described = members(setup)

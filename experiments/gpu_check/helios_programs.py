@@ -22,7 +22,7 @@ def of_member(
       counts: requests at each depth, as `PartialModel` takes them.
       context: maximum tokens of a request.
     """
-    from eejax.serving.fleets import audited_lengths
+    from eejax.helios.build import audited_lengths
 
     config, n = member.config, member.config.n_exits + 1
     # As in `PartialModel`, all depths use the buckets of the first depth's slots.

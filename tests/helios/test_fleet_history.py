@@ -19,14 +19,13 @@ from tiny_fleets import TinyFleet
 from eejax.common.errors import ConfigError, DataError
 from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer
-from eejax.helios import measurements
+from eejax.helios import build, measurements
 from eejax.helios.choices import ControllerOptions, ModelDepth
 from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.objectives import ServiceObjective
 from eejax.helios.pool import FleetMember
 from eejax.helios.quality import BenchmarkScore, QualitySource
 from eejax.helios.repository import Repository, StoredEvaluation, rebuild
-from eejax.serving import fleets
 
 OPTIONS = ControllerOptions(prompts=2, interval=10**6, tokens=8)
 NOW = MeasurementConditions("digest", "cpu", "0.10", "0.1", '{"context": 32, "slots": [2, 2]}')
@@ -49,7 +48,7 @@ def calls(monkeypatch):
     counted("measure")
     counted("written")
     # What else may have to be compiled is not looked at here.
-    monkeypatch.setattr(fleets, "warm_up", lambda *args, **more: None)
+    monkeypatch.setattr(build, "warm_up", lambda *args, **more: None)
     return found
 
 
@@ -80,9 +79,9 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
     def started(objective: str, **limits: float):
         calls.clear()
         caplog.clear()
-        config = fleets.FleetConfig(objective, limits, OPTIONS, path, audits=0.0)
+        config = build.FleetConfig(objective, limits, OPTIONS, path, audits=0.0)
         with caplog.at_level("INFO", LOG):
-            made = fleets.built(members, ByteTokenizer(), config, slots=2, prompts=prompts).fleet(2)
+            made = build.build_fleet(members, ByteTokenizer(), config, slots=2, prompts=prompts)(2)
         return made, [record.getMessage() for record in caplog.records if record.name == LOG]
 
     fleet, said = started("accuracy")

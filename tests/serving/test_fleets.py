@@ -22,14 +22,18 @@ from served import Scripted
 from server_threads import serving
 from tiny_fleets import FLEET, TinyFleet
 
+from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer
 from eejax.experiments import prompt_files
 from eejax.experiments.serving_runs import server
+from eejax.helios.build import FleetConfig
+from eejax.helios.choices import ControllerOptions
 from eejax.helios.repository import Repository
 from eejax.inference import Generator
 from eejax.inference.policy import ExitPolicy
-from eejax.serving.fleets import template_of
+from eejax.serving.fleets import check_alike, template_of
+from eejax.serving.http import HttpOptions
 from eejax.serving.service import READY, Service, ServiceOptions
 
 
@@ -419,3 +423,45 @@ def test_prompts_of_a_file(tmp_path):
         file.write_text(text)
         with pytest.raises(DataError, match=f"--prompts = .*{said}"):
             prompt_files.texts("prompts", str(file))
+
+
+def test_models_of_one_tokenizer_alone():
+    config = FLEET["small"]
+
+    def opened(config, **own):
+        return LanguageModel(config, {}, ByteTokenizer(**own))
+
+    same = {"a": opened(config), "b": opened(FLEET["large"])}
+    check_alike(same)
+    other = same | {"c": opened(config, eos_id=10)}
+    # It begins with the flag to be mended: --tokenizer is for models that have none.
+    told = "model: the tokenizer of 'c' = 'bytes-256-10': must be that of 'a', 'bytes-257'"
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
+        check_alike(other)
+    other = same | {"c": opened(config.replace(vocab_size=300))}
+    told = "^model: the vocabulary of 'c' = 300: must be that of 'a', 257"
+    with pytest.raises(ConfigError, match=told):
+        check_alike(other)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: HttpOptions(keys="secret"), "HttpOptions.keys = '(hidden)': must be a tuple"),
+        (lambda: HttpOptions(keys=("a", "")), "HttpOptions.keys = 'an empty one': must be texts"),
+        (lambda: HttpOptions(n=0), "HttpOptions.n = 0: must be in [1, 2^31)"),
+        (lambda: ServiceOptions(grace="30"), "ServiceOptions.grace = '30': must be a number"),
+        (lambda: ControllerOptions(greedy="no"), "ControllerOptions.greedy = 'no': must be True"),
+        (lambda: ControllerOptions(budget="8G"), "ControllerOptions.budget = '8G': must be a numb"),
+        (lambda: ControllerOptions(breaches=101), "ControllerOptions.breaches = 101: must be at m"),
+        (lambda: FleetConfig(audits="0.1"), "FleetConfig.audits = '0.1': must be a number"),
+        (
+            lambda: FleetConfig(limits={"accuracy": "0.9"}),
+            "FleetConfig.limits = {'accuracy': '0.9'}: must be a mapping of strings to numbers",
+        ),
+    ],
+)
+def test_options_of_another_type_are_named(make, message):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value).startswith(message)

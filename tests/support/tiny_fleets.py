@@ -9,6 +9,7 @@ import numpy as np
 from controlled import controller_with
 
 from eejax.data.tokenizers import ByteTokenizer
+from eejax.helios import build
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.pool import FleetMember
 from eejax.inference.options import EngineOptions
@@ -56,11 +57,12 @@ class TinyFleet:
         }
 
     def __call__(self) -> BuiltEngine:
-        fleets.Controller = Restless  # in the engine's own process
+        build.Controller = Restless  # in the engine's own process
         options = ControllerOptions(prompts=2, interval=6, window=20, breaches=6, tokens=16)
-        return fleets.built(
-            self.members(), ByteTokenizer(), fleets.FleetConfig(options=options), slots=self.slots
-        )
+        members, tokenizer = self.members(), ByteTokenizer()
+        config = build.FleetConfig(options=options)
+        fleet = build.build_fleet(members, tokenizer, config, slots=self.slots)
+        return fleets.served_fleet(members, tokenizer, None, fleet)
 
 
 def weights(config: ModelConfig, key: int):

@@ -1,4 +1,4 @@
-"""How a fleet is made: what goes together, how many requests have room, what is compiled."""
+"""How a fleet is built: what goes together, how many requests have room, what is compiled."""
 
 from __future__ import annotations
 
@@ -15,26 +15,22 @@ import pytest
 from adding import add
 from tiny_fleets import FLEET, TinyFleet, weights
 
-from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import ConfigError, DataError
 from eejax.common.progress import LOG
 from eejax.data.tokenizers import ByteTokenizer
-from eejax.helios import measurements, profiles
+from eejax.helios import build, measurements, profiles
 from eejax.helios.choices import ControllerOptions
 from eejax.helios.loading import ModelLoad
 from eejax.helios.objectives import ServiceObjective
 from eejax.inference import capacity
 from eejax.inference.partial import PartialModel
 from eejax.models.config import ExitConfig, ModelConfig
-from eejax.serving import fleets
-from eejax.serving.http import HttpOptions
-from eejax.serving.service import ServiceOptions
 
 
 def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
     """Models have fewer slots the more of them is loaded, and loading takes a while. What is asked
     for changes with every choice: the exits save time, and the last one is the most accurate."""
-    monkeypatch.setattr(fleets, "room", lambda *args: (4, 2))
+    monkeypatch.setattr(build, "room", lambda *args: (4, 2))
     ticks = itertools.count()
 
     def clock():  # what is chosen depends on no other work of this machine
@@ -46,8 +42,8 @@ def test_nothing_is_compiled_once_it_is_ready(compiled, caplog, monkeypatch):
         return dataclasses.replace(found, **times)
 
     monkeypatch.setattr(measurements, "measure", measure)
-    monkeypatch.setattr(fleets, "Fleet", functools.partial(fleets.Fleet, clock=clock))
-    monkeypatch.setattr(fleets, "time", types.SimpleNamespace(time=clock))
+    monkeypatch.setattr(build, "Fleet", functools.partial(build.Fleet, clock=clock))
+    monkeypatch.setattr(build, "time", types.SimpleNamespace(time=clock))
     passes = [f"{what} depth {d} of 2" for what in ("compiling", "measuring") for d in (1, 2)]
     with caplog.at_level("INFO", LOG):
         made = TinyFleet(alike=True)().fleet(4)
@@ -102,7 +98,7 @@ def test_nothing_is_compiled_while_more_of_a_model_is_on_its_way(compiled):
         TinyFleet().members()["large"], params=weights(config, 0), config=config
     )
     making = dict(slots=(4, 2, 1), context=32, steps=2)
-    fleets.warm_up(own, **making)
+    build.warm_up(own, **making)
     part = PartialModel(own.params, config, own.options, depth=1, **making)
     before, ends = len(compiled), 0
 
@@ -130,31 +126,12 @@ def test_nothing_is_compiled_while_more_of_a_model_is_on_its_way(compiled):
     assert ends == 4 + 2 * 2 + 4 + 3 * 2 and len(compiled) == before
 
 
-def test_models_of_one_tokenizer_alone():
-    config = FLEET["small"]
-
-    def opened(config, **own):
-        return LanguageModel(config, {}, ByteTokenizer(**own))
-
-    same = {"a": opened(config), "b": opened(FLEET["large"])}
-    fleets.check_alike(same)
-    other = same | {"c": opened(config, eos_id=10)}
-    # It begins with the flag to be mended: --tokenizer is for models that have none.
-    told = "model: the tokenizer of 'c' = 'bytes-256-10': must be that of 'a', 'bytes-257'"
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
-        fleets.check_alike(other)
-    other = same | {"c": opened(config.replace(vocab_size=300))}
-    told = "^model: the vocabulary of 'c' = 300: must be that of 'a', 257"
-    with pytest.raises(ConfigError, match=told):
-        fleets.check_alike(other)
-
-
 def test_slots_by_what_a_budget_holds():
     member = TinyFleet().members()["large"]
     context = member.config.context_length
 
     def room(budget):
-        return fleets.room(member, 64, context, budget)
+        return build.room(member, 64, context, budget)
 
     assert room(float("inf")) == (64, 64)
     whole = capacity.engine_bytes(
@@ -175,15 +152,15 @@ def test_slots_by_what_a_budget_holds():
     )
     for config, budget in ((member.config, whole), (three, 2e5), (three, 1e5)):
         own = dataclasses.replace(member, config=config)
-        slots = fleets.room(own, 64, 32, budget)
+        slots = build.room(own, 64, 32, budget)
         options = dataclasses.replace(own.options, can_deepen=True).resolved(config, slots[0])
         for depth, n in enumerate(slots, 1):
             held = capacity.engine_bytes(config, options, depth, 32, n)
             assert held + capacity.audit_bytes(config, depth) <= budget
         assert capacity.audit_bytes(config, 1) > capacity.audit_bytes(config, len(slots)) == 0
-    assert fleets.room(own, 64, 32, fleets.min_bytes(own, 32))[-1] == 1
+    assert build.room(own, 64, 32, build.min_bytes(own, 32))[-1] == 1
     with pytest.raises(ConfigError, match="bytes at least"):
-        fleets.room(own, 64, 32, fleets.min_bytes(own, 32) - 1)
+        build.room(own, 64, 32, build.min_bytes(own, 32) - 1)
     with pytest.raises(
         ConfigError, match="budget = 1000: must be .* which the whole of model"
     ) as e:
@@ -194,31 +171,31 @@ def test_slots_by_what_a_budget_holds():
 
 def test_a_budget_too_small_is_told_what_all_models_need():
     members = {name: m for name, m in reversed(TinyFleet().members().items())}
-    needs = {name: fleets.min_bytes(m, 32) for name, m in members.items()}
-    config = fleets.FleetConfig(options=ControllerOptions(budget=1000))
+    needs = {name: build.min_bytes(m, 32) for name, m in members.items()}
+    config = build.FleetConfig(options=ControllerOptions(budget=1000))
     with pytest.raises(ConfigError, match="budget = 1000: must be .* bytes at least") as error:
-        fleets.built(members, ByteTokenizer(), config, slots=2, context=32)
+        build.build_fleet(members, ByteTokenizer(), config, slots=2, context=32)
     least = int(re.search(r"must be (\d+) bytes", str(error.value))[1])
     # Audits bring layers of the best model, which may be more than a model's own missing ones.
     assert least >= max(needs.values())
     for member in members.values():
-        assert fleets.room(member, 2, 32, least)[-1] >= 1
+        assert build.room(member, 2, 32, least)[-1] >= 1
     largest = max(needs, key=needs.get)
     with pytest.raises(ConfigError, match="bytes at least"):
-        fleets.room(members[largest], 2, 32, needs[largest] - 1)
+        build.room(members[largest], 2, 32, needs[largest] - 1)
 
 
 @pytest.mark.parametrize("counts", [False, True])
 def test_what_stands_for_energy_is_told(monkeypatch, caplog, counts):
     """Before anything is measured."""
-    monkeypatch.setattr(fleets, "meter", lambda: object() if counts else None)
+    monkeypatch.setattr(build, "meter", lambda: object() if counts else None)
     options = ControllerOptions(budget=1000)  # too small, which is told next
 
     def built(objective, **limits):
         caplog.clear()
-        config = fleets.FleetConfig(objective, limits, options)
+        config = build.FleetConfig(objective, limits, options)
         with caplog.at_level("INFO", LOG), pytest.raises(ConfigError) as refused:
-            fleets.built(TinyFleet().members(), ByteTokenizer(), config, slots=2)
+            build.build_fleet(TinyFleet().members(), ByteTokenizer(), config, slots=2)
         return str(refused.value)
 
     assert built("throughput").startswith("budget = 1000") and not caplog.messages
@@ -238,8 +215,8 @@ def test_a_member_whose_answers_are_no_numbers_is_named():
     )
     members["small"] = dataclasses.replace(members["small"], params=broken)
     with pytest.raises(DataError, match="small: its logits are not finite"):
-        fleets.built(
-            members, ByteTokenizer(), fleets.FleetConfig(), slots=2, prompts=("hello there",)
+        build.build_fleet(
+            members, ByteTokenizer(), build.FleetConfig(), slots=2, prompts=("hello there",)
         )
 
 
@@ -254,26 +231,3 @@ def test_texts_are_cut_into_windows():
     assert measurements.windows([[1, 2, 3]], 99)[0]["labels"].tolist() == [[2, 3]]
     with pytest.raises(DataError, match="have 1 tokens"):
         measurements.windows([[1]], 99)
-
-
-@pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: HttpOptions(keys="secret"), "HttpOptions.keys = '(hidden)': must be a tuple"),
-        (lambda: HttpOptions(keys=("a", "")), "HttpOptions.keys = 'an empty one': must be texts"),
-        (lambda: HttpOptions(n=0), "HttpOptions.n = 0: must be in [1, 2^31)"),
-        (lambda: ServiceOptions(grace="30"), "ServiceOptions.grace = '30': must be a number"),
-        (lambda: ControllerOptions(greedy="no"), "ControllerOptions.greedy = 'no': must be True"),
-        (lambda: ControllerOptions(budget="8G"), "ControllerOptions.budget = '8G': must be a numb"),
-        (lambda: ControllerOptions(breaches=101), "ControllerOptions.breaches = 101: must be at m"),
-        (lambda: fleets.FleetConfig(audits="0.1"), "FleetConfig.audits = '0.1': must be a number"),
-        (
-            lambda: fleets.FleetConfig(limits={"accuracy": "0.9"}),
-            "FleetConfig.limits = {'accuracy': '0.9'}: must be a mapping of strings to numbers",
-        ),
-    ],
-)
-def test_options_of_another_type_are_named(make, message):
-    with pytest.raises(ConfigError) as error:
-        make()
-    assert str(error.value).startswith(message)
