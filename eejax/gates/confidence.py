@@ -6,7 +6,6 @@ A gate reads logits after the exit's own temperature and before any sampling tra
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -140,7 +139,10 @@ def of_logits(
     confidence = first.of_logits(logits, vocab)
     for name, gate in others:
         of = kind == GATES.index(name)
-        formula = partial(gate.of_logits, vocab=vocab)
+
+        def formula(y, gate=gate):
+            return gate.of_logits(y, vocab)
+
         other = lax.cond(jnp.any(of), formula, lambda y: jnp.zeros_like(y[:, 0]), logits)
         confidence = jnp.where(of, other, confidence)
     return _patient(kind, confidence, token, memory, exits)
