@@ -26,9 +26,9 @@ from eejax.calibration.states import States
 from eejax.checkpoint.arrays import read_arrays, write_arrays
 from eejax.common import progress
 from eejax.common.errors import ConfigError, DataError, require, require_count, require_one_of
+from eejax.common.indexing import where_rows
 from eejax.common.trees import Tree
 from eejax.gates import router
-from eejax.inference.stages import where_rows
 from eejax.models import params
 from eejax.models.config import ModelConfig
 

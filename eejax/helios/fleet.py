@@ -20,10 +20,15 @@ from eejax.helios.objectives import NAMED
 from eejax.helios.pool import FleetMember, FleetPool, ModelChange, RunningRequest
 from eejax.helios.report import CHOOSES, FleetReport
 from eejax.helios.verifier import ReferenceJudge
-from eejax.inference.generate import check_prompts
 from eejax.inference.partial import PartialModel
 from eejax.inference.policy import ExitPolicy
-from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, require_new_id
+from eejax.inference.request import (
+    EngineRequest,
+    FinishReason,
+    RequestOutput,
+    check_prompts,
+    require_new_id,
+)
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.scheduler import StepLoop
 from eejax.inference.slot_engine import STEPS_PER_CALL

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eejax.common.indexing import gather, gather_each, ring_index
+from eejax.common.indexing import gather, gather_each, ring_index, where_rows
 from eejax.inference.options import EngineOptions
 from eejax.inference.schedule import (
     IN_PLACE,
@@ -390,11 +390,7 @@ def _prefill_chunk(runner, options, state) -> EngineState:
             none = PendingRows.blank(
                 *pending.input_token.shape, logits_params=pending.top_logprobs is not None
             )
-            pending = jax.tree.map(
-                lambda a, b: jnp.where(in_prefill.reshape(-1, *[1] * (a.ndim - 1)), b, a),
-                pending,
-                none,
-            )
+            pending = where_rows(in_prefill, none, pending)
         own = state.replace(pending=pending)
         pending = run_gates_flat(runner, own, e, packed, allowed, (x, h, before))
         before = x

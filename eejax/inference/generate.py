@@ -22,7 +22,7 @@ from eejax.inference import posthoc, sharded
 from eejax.inference.decoding import decode, default_plan
 from eejax.inference.options import EngineOptions, engine_config, engine_options
 from eejax.inference.policy import ExitPolicy, ExitRules
-from eejax.inference.request import FinishReason
+from eejax.inference.request import FinishReason, check_prompts
 from eejax.inference.result import Collector, GenerationResult
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.segment_branches import SPAN
@@ -188,48 +188,6 @@ class Decoder(abc.ABC):
         for row, p in zip(tokens, prompts, strict=True):
             row[: len(p)] = p
         return tokens, lengths
-
-
-def check_prompts(prompts: Sequence[Sequence[int]], config: ModelConfig, context: int) -> None:
-    """Raise ConfigError unless prompts are sequences of token ids that leave room for a token."""
-
-    def listed(a):
-        return hasattr(a, "__len__") and not isinstance(a, str | bytes)
-
-    require(
-        listed(prompts) and len(prompts) > 0,
-        "prompts",
-        prompts,
-        "must be a sequence of at least one prompt",
-        "Encode text with the model's tokenizer.",
-    )
-    for i, p in enumerate(prompts):
-        require(
-            listed(p),
-            f"prompts[{i}]",
-            p,
-            "must be a sequence of token ids",
-            "Encode text with the model's tokenizer.",
-        )
-        require(
-            1 <= len(p) < context,
-            f"prompts[{i}]",
-            f"{len(p)} tokens",
-            f"must have at least 1 token and fewer than the context ({context})",
-            "Shorten the prompt." if len(p) else "Start with an end-of-document token.",
-        )
-        try:
-            ids = np.asarray(p)
-        except ValueError:  # lists of unlike lengths
-            ids = np.empty((0, 0))
-        whole = ids.ndim == 1 and ids.dtype.kind in "iu"
-        require(
-            whole and 0 <= ids.min() and ids.max() < config.vocab_size,
-            f"prompts[{i}]",
-            f"ids {ids.min()}..{ids.max()}" if whole else p,
-            f"must be integers in 0..{config.vocab_size - 1}",
-            "Is it the model's tokenizer?",
-        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, PIPE
 from eejax.common.errors import require
+from eejax.common.indexing import where_rows
 from eejax.common.trees import Tree
 from eejax.gates.confidence import Memory
 from eejax.inference import sharded
@@ -41,7 +42,6 @@ from eejax.inference.stages import (
     StagedModel,
     StageRows,
     StageWeights,
-    where_rows,
 )
 from eejax.inference.state import DecodeRecord, RequestRows
 from eejax.models.cache import varying

@@ -12,6 +12,7 @@ from flax import struct
 from jax import lax
 
 from eejax.common.errors import require, require_array, require_one_of
+from eejax.common.indexing import where_rows
 from eejax.gates import confidence
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference.logits_params import LogitsParams, TopLogprobs, compute_top_logprobs
@@ -444,11 +445,8 @@ def log_probability(logits: jax.Array, token: jax.Array) -> jax.Array:
 def _update_emission(emission: Emission, new: Emission, e: int, leaves, drafts=None) -> Emission:
     """Take exit e's `new` emission where it leaves; where it only drafts, the token alone."""
 
-    def take(new, old):
-        return jnp.where(leaves.reshape(-1, *[1] * (old.ndim - 1)), new, old)
-
     gets_token = leaves if drafts is None else leaves | drafts
     new = new._replace(exit=jnp.full_like(emission.exit, e), margin=emission.margin)
-    taken = jax.tree.map(take, new, emission)
+    taken = where_rows(leaves, new, emission)
     token = jnp.where(gets_token, new.token, emission.token)
     return taken._replace(token=token, margin=emission.margin)

@@ -21,13 +21,13 @@ import jax
 import numpy as np
 
 from eejax.common.errors import require, require_count
-from eejax.inference import generate
 from eejax.inference.payoff import Payoff
 from eejax.inference.request import (
     EngineRequest,
     FinishReason,
     RequestOutput,
     Token,
+    check_prompts,
     require_new_id,
 )
 from eejax.inference.sampling import SamplingParams
@@ -162,7 +162,7 @@ class Scheduler(StepLoop, Generic[E]):
         resumes = not tokens or self.engine.resumes
         require(resumes, "tokens", f"{len(tokens)}", "must be none: the engine cannot resume")
         text = [*prompt, *(t.id for t in tokens)]
-        generate.check_prompts([text], config, self.engine.context)
+        check_prompts([text], config, self.engine.context)
         require(len(tokens) < most, "tokens", f"{len(tokens)}", f"must be fewer than {most}")
         require(
             len(request.stop_token_ids) <= MAX_STOP_TOKENS,

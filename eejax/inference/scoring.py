@@ -13,9 +13,10 @@ from jax.sharding import PartitionSpec as P
 from eejax.common.errors import require
 from eejax.common.lengths import padded_length
 from eejax.common.trees import map_chunks
-from eejax.inference import generate, sharded
+from eejax.inference import sharded
 from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
 from eejax.inference.policy import log_probability
+from eejax.inference.request import check_prompts
 from eejax.inference.sampling import argmax
 from eejax.inference.segment import SegmentRunner
 from eejax.inference.weights import Weights
@@ -57,7 +58,7 @@ def score(
     e = weights.last if exit is None else exit
     require(0 <= e <= weights.last, "exit", exit, f"must be in 0..{weights.last}")
     # A text may fill the context: nothing follows it.
-    generate.check_prompts([tokens], config, config.context_length + 1)
+    check_prompts([tokens], config, config.context_length + 1)
     require(len(tokens) > 1, "tokens", f"{len(tokens)} tokens", "must be at least two")
     width = padded_length(len(tokens), config.context_length)
     padded = np.zeros((1, width), np.int32)

@@ -11,10 +11,10 @@ import numpy as np
 
 from eejax.common.errors import require, require_count
 from eejax.common.lengths import power_of_two
-from eejax.inference import generate
 from eejax.inference.logits_params import LogitsParams
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import ExitPolicy
+from eejax.inference.request import check_prompts
 from eejax.inference.state import MAX_STOP_TOKENS, DecodeRecord, RequestRows
 from eejax.models.config import ModelConfig
 
@@ -173,7 +173,7 @@ class SlotEngineBase(abc.ABC):
         The request's limits are lowered to what fits, and padding rows request no token. Raises as
         `prefill`.
         """
-        generate.check_prompts(prompts, self.config, self.context)
+        check_prompts(prompts, self.config, self.context)
         lengths, starts = [len(p) for p in prompts], np.asarray(request.start).tolist()
         fits = all(1 <= start <= n for start, n in zip(starts, lengths, strict=False))
         require(

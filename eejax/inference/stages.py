@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, MODEL, PIPE, Axes
+from eejax.common.indexing import where_rows
 from eejax.common.trees import Tree
 from eejax.gates import router
 from eejax.gates.confidence import Memory
@@ -332,12 +333,3 @@ class DecodingStage:
         own["head"] = table
         whole = {"embed": {TOKENS: table}, "shared_head": table}
         return whole | ({"final": own} if e == c.n_exits else {"exits": {c.exits[e].name: own}})
-
-
-def where_rows(rows: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Select, for each leaf [b, ...], `new` where `rows` [b], else `old`."""
-
-    def pick(n, o):
-        return jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o)
-
-    return jax.tree.map(pick, new, old)

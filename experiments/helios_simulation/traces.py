@@ -288,8 +288,7 @@ def write(member, prompts: Sequence[Sequence[int]], new: int, slots: int) -> np.
     import jax
 
     from eejax.inference.engine import EarlyExitEngine
-    from eejax.inference.generate import check_prompts
-    from eejax.inference.request import EngineRequest, FinishReason
+    from eejax.inference.request import EngineRequest, FinishReason, check_prompts
     from eejax.inference.scheduler import Scheduler
 
     check_prompts(prompts, member.config, member.config.context_length - new + 1)
