@@ -152,8 +152,9 @@ def test_there_is_room_for_a_change_of_depth_while_it_is_made(model, monkeypatch
     """Arrays on the device when a state is made anew, or made smaller: weights and states of the
     larger of the two depths, and no more than one array beside; of what grows nothing twice."""
     slots = (6, 4, 2)
+    host = deepening.on_host(model.params, model.config)  # here that is a device too
     base = sum(a.nbytes for a in jax.live_arrays())
-    part = PartialModel(model.params, model.config, OPTIONS, slots=slots, depth=3, context=96)
+    part = PartialModel(host, model.config, OPTIONS, slots=slots, depth=3, context=96)
     for i in range(5):
         add(part.scheduler, model.tokenizer.encode(f"z{i}").tolist(), 60)
 

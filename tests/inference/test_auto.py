@@ -91,15 +91,13 @@ def test_drafts_of_recompute_are_measured(subset, prompts):
 @pytest.mark.parametrize("adapt", [True, False])
 @pytest.mark.parametrize("drafts, on", [(0.5, True), (2.0, False)])
 def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):
-    """The last exit drafts nearly always what the final one says; a clock says what that is
-    worth."""
+    """The last exit drafts nearly always what the final one says, so that two steps that draft and
+    one that verifies write three tokens; a clock says what such a step takes."""
     p, config = subset((1, 4))
     options = EngineOptions("speculative", drafts=2, draft_exit=1, adapt=adapt)
-    clock = Clock(1.0)
+    clock = Clock(drafts)
     auto = AutoGenerator(Generator.make(p, config, options), Told(pairs=2, calls=100), clock)
     clock.auto = auto
-    # Of a step, while one with drafts emits up to three tokens: so that a token takes `drafts`.
-    clock.exits = 3 * drafts
     asked = prompts(3, [9])
     auto.generate(asked, 90, chunk=4)
     assert auto.payoff.exits == on
