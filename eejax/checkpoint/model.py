@@ -89,7 +89,7 @@ def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dic
 
 
 def _overlay(workdir: pathlib.Path, step: int | None) -> overlay.Overlay | None:
-    found = overlay.opened(workdir)
+    found = overlay.open_overlay(workdir)
     if found is not None:
         overlay.beneath_overlays(workdir)  # raises if they form a circle
     if found is not None and step not in (None, found.step):
@@ -129,7 +129,7 @@ def _loaded(path, config, params, tokenizer, step, metadata) -> LanguageModel:
 def is_run(path: pathlib.Path) -> bool:
     """Return whether a folder is the workdir of a run, finished or not."""
     has = any((path / name).is_dir() for name in (CHECKPOINTS, TUNING))
-    return has or overlay.opened(path) is not None
+    return has or overlay.open_overlay(path) is not None
 
 
 def _restore(

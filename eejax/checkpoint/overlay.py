@@ -120,7 +120,7 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
                 f"there is a run in it ({folder}/) already; give the new one a folder of its own."
             )
     if (workdir / sidecar.SETTINGS).is_file():
-        kind = "an exported model" if opened(workdir) is None else "a calibrated run"
+        kind = "an exported model" if open_overlay(workdir) is None else "a calibrated run"
         return (
             f"there is {kind} in it ({sidecar.SETTINGS}) already; remove it, or give the new run a "
             "folder of its own."
@@ -131,7 +131,7 @@ def spoilt(workdir: str | os.PathLike, base: str | os.PathLike) -> str:
 def require_free(workdir: str | os.PathLike) -> None:
     """Raise ConfigError if there is an overlay in `workdir`, which would hide a run there."""
     require(
-        opened(expanded(workdir)) is None,
+        open_overlay(expanded(workdir)) is None,
         "workdir",
         os.fspath(workdir),
         f"must not be the folder of a calibrated run ({sidecar.SETTINGS}), which would hide the "
@@ -146,7 +146,7 @@ def beneath_overlays(workdir: pathlib.Path) -> list[pathlib.Path]:
 
     Raises CheckpointError if they form a circle.
     """
-    seen, over = [workdir.resolve()], opened(workdir)
+    seen, over = [workdir.resolve()], open_overlay(workdir)
     while over is not None:
         if over.base in seen:
             raise CheckpointError(
@@ -154,11 +154,11 @@ def beneath_overlays(workdir: pathlib.Path) -> list[pathlib.Path]:
                 "there is no model beneath. Let base.workdir name the run that was calibrated."
             )
         seen.append(over.base)
-        over = opened(over.base)
+        over = open_overlay(over.base)
     return seen[1:]
 
 
-def opened(workdir: str | os.PathLike) -> Overlay | None:
+def open_overlay(workdir: str | os.PathLike) -> Overlay | None:
     """Return the overlay in a workdir, or None without one. Raises CheckpointError."""
     workdir = pathlib.Path(workdir)
     file = workdir / sidecar.SETTINGS

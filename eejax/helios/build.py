@@ -27,10 +27,10 @@ from eejax.helios.energy import EnergyMeter, meter
 from eejax.helios.fleet import Fleet
 from eejax.helios.measurements import (
     MeasurementSetup,
-    evaluated,
-    kept,
+    earlier_evaluations,
     largest,
-    measured,
+    measure_members,
+    open_repository,
     with_profiles,
 )
 from eejax.helios.objectives import ServiceObjective
@@ -114,9 +114,9 @@ def build_fleet(
     reference = reference_of(members, source, judge)
     by_depth = _slots_by_depth(members, reference, config.options.budget, slots, context)
     setup = MeasurementSetup(members, by_depth, context, tokenizer, tuple(prompts), reference)
-    repository = kept(config.repository)
+    repository = open_repository(config.repository)
     counted = "operations" if counter is None else counter.name
-    profiles = measured(setup, repository, source, counted)
+    profiles = measure_members(setup, repository, source, counted)
     scores = []
     if source.kind == "benchmark":
         scores = repository.scores()
@@ -126,7 +126,7 @@ def build_fleet(
     elif source.kind == "judge":
         assert reference is not None  # `reference_of` requires it
         profiles, reference.least = with_ratios(profiles)
-    known = evaluated(repository, profiles, source, scores, reference)
+    known = earlier_evaluations(repository, profiles, source, scores, reference)
     repository = with_profiles(repository, profiles)
     for name, profile in profiles.items():
         whole = profile.benchmark()[profile.exits]

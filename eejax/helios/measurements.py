@@ -26,7 +26,7 @@ from eejax.data.tokenizers import Tokenizer
 from eejax.helios.choices import ModelProfile
 from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.pool import FleetMember
-from eejax.helios.profiles import measure, written
+from eejax.helios.profiles import generate_answers, measure
 from eejax.helios.quality import BenchmarkScore, JudgedAnswer, QualitySource, with_verdicts
 from eejax.helios.repository import (
     Repository,
@@ -124,7 +124,7 @@ def parameters(params: Tree, config: ModelConfig) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def measured(
+def measure_members(
     setup: MeasurementSetup, repository: Repository, source: QualitySource, counted: str
 ) -> dict[str, ModelProfile]:
     """Return profiles of the members, and log where each comes from.
@@ -159,7 +159,7 @@ def measured(
         except DataError as error:
             raise DataError(f"{name}: {error}") from error
         if reference is not None:
-            own = written(member, texts[:JUDGED], slots=slots, context=context, new=new)
+            own = generate_answers(member, texts[:JUDGED], slots=slots, context=context, new=new)
             answers = []
             for depth, texts_of in own.items():
                 agreement = 1.0 if depth == profile.exits else profile.agrees[depth - 1]
@@ -211,7 +211,7 @@ def _short(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
 
 
-def evaluated(
+def earlier_evaluations(
     repository: Repository,
     profiles: Mapping[str, ModelProfile],
     source: QualitySource,
@@ -257,7 +257,7 @@ def with_profiles(repository: Repository, profiles: Mapping[str, ModelProfile]) 
     return repository
 
 
-def kept(path: str | os.PathLike) -> Repository:
+def open_repository(path: str | os.PathLike) -> Repository:
     """Open the repository in a file, or one in memory if the file cannot be used now.
 
     Serving does not depend on it.

@@ -123,7 +123,7 @@ def _floats(values: Iterable[float]) -> tuple[float, ...]:
     return tuple(map(float, values))
 
 
-def written(
+def generate_answers(
     member: FleetMember,
     texts: Sequence[Sequence[int]],
     *,

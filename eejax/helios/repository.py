@@ -95,7 +95,7 @@ class Repository:
         self.judged: dict[str, MeasurementConditions] = {}
         self._benchmarks: dict[str, dict[int, Telemetry]] = {}  # arguments of `put`
         with self._using("be used as a repository"):
-            self._use(opened(self.path))
+            self._use(open_connection(self.path))
 
     def _use(self, connection: sqlite3.Connection) -> None:
         self._connection, self._file = connection, identity(self.path)
@@ -142,7 +142,7 @@ class Repository:
         old, rows = self._connection, []
         with contextlib.suppress(sqlite3.Error):  # continue without them if they cannot be read
             rows = old.execute("select * from benchmark").fetchall()
-        self._use(opened(self.path, rows))
+        self._use(open_connection(self.path, rows))
         old.close()
 
     def put(self, model: str, by_depth: Mapping[int, Telemetry]) -> None:
@@ -350,7 +350,7 @@ def _close(connection: sqlite3.Connection) -> None:
         connection.close()
 
 
-def opened(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:
+def open_connection(path: str, benchmarks: Sequence[tuple] = ()) -> sqlite3.Connection:
     """Open a repository's file, and create it if there is none.
 
     Rows of `benchmarks` are written unless the file has others in their place. Raises ValueError

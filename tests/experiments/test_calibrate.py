@@ -17,7 +17,7 @@ from eejax import data
 from eejax.checkpoint.hf import load_pretrained, save_pretrained
 from eejax.checkpoint.manager import Checkpoints
 from eejax.checkpoint.model import CHECKPOINTS, TUNING, load_metadata, load_run
-from eejax.checkpoint.overlay import opened, write_overlay
+from eejax.checkpoint.overlay import open_overlay, write_overlay
 from eejax.common.errors import CheckpointError, ConfigError, DataError
 from eejax.models.config import ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -172,7 +172,7 @@ def test_routers_of_another_model_are_refused(routed, tmp_path):
     values = json.loads(file.read_text())
     with pytest.raises(CheckpointError, match="made of another run's model.*no checkpoint"):
         load_run(moved)  # its base is not where it says
-    values["base"]["workdir"] = str(opened(workdir).base.resolve())
+    values["base"]["workdir"] = str(open_overlay(workdir).base.resolve())
     file.write_text(json.dumps(values))
     assert load_run(moved).config == load_run(workdir).config
     with pytest.raises(CheckpointError, match="and of no step 3"):
@@ -199,7 +199,7 @@ def test_routers_of_another_model_are_refused(routed, tmp_path):
 
 def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
     workdir, _ = routed
-    base = opened(workdir).base
+    base = open_overlay(workdir).base
     (tmp_path / "link").symlink_to(base.resolve())
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / CHECKPOINTS).mkdir()
@@ -233,7 +233,7 @@ def test_a_calibration_takes_the_place_of_no_run(routed, tmp_path):
 
 def test_no_run_takes_the_place_of_a_calibration(routed, tmp_path):
     workdir, _ = routed
-    base = opened(workdir).base
+    base = open_overlay(workdir).base
     experiment = open_run(base).experiment
     values = {"train": {"base": str(base)}}
     (tmp_path / TUNING).mkdir()

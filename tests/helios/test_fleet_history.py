@@ -181,7 +181,9 @@ def test_what_is_evaluated_again_and_why(tmp_path, caplog):
             repository.profile(name, NOW._replace(model=name))
         with caplog.at_level("INFO", LOG):
             scores = repository.scores()
-            found = measurements.evaluated(repository, profiles, source, scores, reference)
+            found = measurements.earlier_evaluations(
+                repository, profiles, source, scores, reference
+            )
         return {*found}, " ".join(caplog.messages)
 
     repository.import_scores([score])
@@ -224,7 +226,7 @@ def test_an_evaluation_that_cannot_be_read_is_of_one_model_alone(caplog):
     source = QualitySource.parse("best")
 
     def again():
-        return measurements.evaluated(repository, profiles, source, [], None)
+        return measurements.earlier_evaluations(repository, profiles, source, [], None)
 
     for name in profiles:
         repository.profile(name, NOW._replace(model=name))
@@ -284,7 +286,7 @@ def test_profiles_that_cannot_be_read_are_measured(tmp_path, monkeypatch):
     )
 
     def again():
-        return measurements.measured(setup, repository, QualitySource.parse("best"), "nvml")
+        return measurements.measure_members(setup, repository, QualitySource.parse("best"), "nvml")
 
     measured = []
     monkeypatch.setattr(measurements, "measure", lambda *of, **own: measured.append(1) or found)
@@ -329,7 +331,7 @@ def test_history_that_cannot_be_read_is_refused_and_nothing_of_it_is_lost(tmp_pa
         with pytest.raises(ConfigError, match=told):
             ask()
         with pytest.warns(UserWarning, match="measurements are not kept: .*models.db"):
-            assert measurements.kept(file).path == ":memory:"
+            assert measurements.open_repository(file).path == ":memory:"
         assert file.read_bytes() == content
         aside = rebuild(file)
         with open(aside, "rb") as old:

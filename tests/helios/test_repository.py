@@ -24,7 +24,7 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.helios.choices import ModelDepth
 from eejax.helios.conditions import MeasurementConditions
 from eejax.helios.expectations import Expectations
-from eejax.helios.measurements import kept
+from eejax.helios.measurements import open_repository
 from eejax.helios.objectives import ServiceObjective
 from eejax.helios.quality import BenchmarkScore, with_benchmarks
 from eejax.helios.repository import (
@@ -217,7 +217,7 @@ def test_a_repository_that_another_process_holds(tmp_path):
             world.prompt()
     assert world.served[-1] == ModelDepth("m", 1)
     with pytest.warns(UserWarning, match="measurements are not kept: .*locked"):
-        kept(file).put("m", profile().benchmark())
+        open_repository(file).put("m", profile().benchmark())
     other.execute("rollback")
     other.close()
     with repository._connection as db:

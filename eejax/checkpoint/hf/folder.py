@@ -45,7 +45,7 @@ class Folder:
         for name in FILES:
             index = self.path / f"{name}.index.json"
             if (self.path / name).is_file():
-                return self._add(opened(self.path / name))
+                return self._add(open_tensors(self.path / name))
             if index.is_file():
                 return self._add_shards(index)
         raise CheckpointError(
@@ -70,7 +70,7 @@ class Folder:
                 "or download them."
             )
         for file in files:
-            tensors = opened(self.path / file)
+            tensors = open_tensors(self.path / file)
             wanted = {name for name, f in where.items() if f == file}
             absent = wanted - set(tensors.names())
             self.absent |= dict.fromkeys(absent, self.path / file)
@@ -96,7 +96,7 @@ class Folder:
         return self._of[name].read(name)
 
 
-def opened(path: pathlib.Path) -> Tensors:
+def open_tensors(path: pathlib.Path) -> Tensors:
     return SafeTensors(path) if path.suffix == ".safetensors" else TorchFile(path)
 
 

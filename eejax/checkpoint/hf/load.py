@@ -156,7 +156,7 @@ def load_pretrained(
         base, tied = base.replace(head="own"), False
     table = named(family.rules(base, raw), base)
     tensors = _Tensors(folder, family, base, table, tied)
-    side = sidecar.opened(path, base)
+    side = sidecar.open_sidecar(path, base)
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
     config = _padded(base if side is None else side.config, mesh)
     # The files have a row for each token, the leaves also rows of padding.
@@ -213,7 +213,7 @@ def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any
             folder = None
         if folder is not None and _has_unlike_head(folder, family, base, raw):
             base = base.replace(head="own")
-    side = sidecar.opened(path, base)
+    side = sidecar.open_sidecar(path, base)
     return base if side is None else side.config, raw.values
 
 

@@ -65,8 +65,8 @@ def save_pretrained(
     path = expanded(path)
     if path.exists():
         raise CheckpointError(f"{path}: is there already: remove it, or name another folder.")
-    base = sidecar.plain(config)
-    chosen, values = written(base, family)
+    base = sidecar.without_exits(config)
+    chosen, values = hf_config_of(base, family)
     values["torch_dtype"] = dtype
     values |= (ids := generations.tokens(tokenizer, config.vocab_size, generation))
     part = None
@@ -104,7 +104,7 @@ def _fresh(path: pathlib.Path) -> pathlib.Path:
     return own
 
 
-def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]:
+def hf_config_of(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]:
     """Return the family, and config.json's values that it reads as `config`. Raises ConfigError."""
     if name is not None:
         require_one_of("family", name, tuple(sorted(FAMILIES)))
@@ -113,7 +113,7 @@ def written(config: ModelConfig, name: str | None = None) -> tuple[Family, dict]
         try:
             values = family.write(config)
             back = family.read(Raw(pathlib.Path(CONFIG), values))
-            differ = sidecar.differences(config, sidecar.plain(back))
+            differ = sidecar.differences(config, sidecar.without_exits(back))
             if not differ:
                 return family, values
         except (CheckpointError, ConfigError) as error:

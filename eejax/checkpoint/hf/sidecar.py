@@ -84,7 +84,7 @@ class Sidecar(NamedTuple):
         return read
 
 
-def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
+def open_sidecar(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
     """Return the side file of a folder whose model is `config` without exits, or None.
 
     Raises CheckpointError if it belongs to another model.
@@ -107,7 +107,7 @@ def opened(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
         whole = ModelConfig.from_dict(values["model"]).replace(dtype=config.dtype)
     except (TypeError, ConfigError) as error:
         raise CheckpointError(f"{file}: model: cannot be read ({error}).") from error
-    differ = differences(plain(whole), plain(config))
+    differ = differences(without_exits(whole), without_exits(config))
     if differ:
         raise CheckpointError(
             f"{file}: is of another model than config.json: {differ}. Remove it to go without "
@@ -121,7 +121,7 @@ def write(path: pathlib.Path, config: ModelConfig, tree: Tree, dtype: str) -> No
 
     `dtype` is that of the weights beside them.
     """
-    if config == plain(config):
+    if config == without_exits(config):
         return
     write_exits(path, config, tree)
     values = {"model": config.to_dict(), "digest": _written(config, tree, dtype)} | content(path)
@@ -170,7 +170,7 @@ def own_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, shape in shapes.items() if own(name)}
 
 
-def plain(config: ModelConfig) -> ModelConfig:
+def without_exits(config: ModelConfig) -> ModelConfig:
     """Return the model as other libraries see it: without exits and settings of training."""
     head = "own" if config.head == "shared" else config.head
     return config.replace(exits=(), dropout=0.0, vocab_multiple=1, head=head)
