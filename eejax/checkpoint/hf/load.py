@@ -126,7 +126,7 @@ def load_pretrained(
     say = watch or (lambda line: None)
     path = fetched(source)
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    kind = _model_type(raw)
+    _model_type(raw)  # raises
     if (how := raw("quantization_config", None)) is not None:
         raise raw.refuse(
             "quantization_config",
@@ -135,41 +135,14 @@ def load_pretrained(
         )
     settings = generation.read(path, raw.values)
     folder = Folder(path)
-    if kind not in FAMILIES:
-        probe.refuse(raw, folder.shapes)
-    _check_layers(raw, folder.shapes)
-    if kind in FAMILIES:
-        family = FAMILIES[kind]
-    else:
-        say(f"model_type {kind!r} is not known: looking at its {len(folder.shapes)} tensors")
-        family = probe.guess(raw, folder.shapes)
-    base = family.read(raw).replace(dtype=dtype)
-    if kind not in FAMILIES and (why := compare.incomparable(path, base)):
-        compare.require_unambiguous(raw, family.rules(base, raw), why)
-    tied = raw("tie_word_embeddings", family.tied)
-    if tied and _has_unlike_head(folder, family, base, raw):
-        warnings.warn(
-            f"{path}: tie_word_embeddings is true, but its head is not its embedding: it is read "
-            "as a head of its own, as transformers has it since version 5.",
-            stacklevel=2,
-        )
-        base, tied = base.replace(head="own"), False
+    family, base, tied = _recognise(raw, folder, dtype, say)
     table = named(family.rules(base, raw), base)
-    tensors = _Tensors(folder, family, base, table, tied)
+    tensors = _Tensors(folder, family, base, table, tied)  # checks what there is
     side = sidecar.open_sidecar(path, base)
     mesh = make_mesh(MeshConfig()) if mesh is None else mesh
     config = _padded(base if side is None else side.config, mesh)
-    # The files have a row for each token, the leaves also rows of padding.
-    base = base.replace(vocab_multiple=config.vocab_multiple)
-    declared = _shapes(base)
-    for leaf, (rule, _) in leaves(table).items():
-        if leaf not in declared:
-            tensor = rule.theirs[0].format(i=0)
-            raise raw.refuse("model_type", kind, f"has {tensor}, for which there is no place")
     say(f"reading {params.count(base):,} parameters of {path}")
-    reads = {
-        leaf: _reader(base, rule, j, tensors, declared) for leaf, (rule, j) in leaves(table).items()
-    }
+    reads = _readers(raw, tensors, table, base.replace(vocab_multiple=config.vocab_multiple))
     shapes = _shapes(config)
     if side is not None:
         if config.head == "shared" and base.head == "own":
@@ -191,6 +164,50 @@ def load_pretrained(
     if family.model_type not in FAMILIES:
         config, guessed = _compared(raw, config, tree, family, say)
     return Pretrained(config, tree, family, path, raw.values, guessed, settings)
+
+
+def _recognise(
+    raw: Raw, folder: Folder, dtype: str, say: Callable[[str], None]
+) -> tuple[Family, ModelConfig, bool]:
+    """Return a folder's family, its model, and whether that has no head of its own."""
+    kind = _model_type(raw)
+    if kind not in FAMILIES:
+        probe.refuse(raw, folder.shapes)
+    _check_layers(raw, folder.shapes)
+    if kind in FAMILIES:
+        family = FAMILIES[kind]
+    else:
+        say(f"model_type {kind!r} is not known: looking at its {len(folder.shapes)} tensors")
+        family = probe.guess(raw, folder.shapes)
+    base = family.read(raw).replace(dtype=dtype)
+    if kind not in FAMILIES and (why := compare.incomparable(folder.path, base)):
+        compare.require_unambiguous(raw, family.rules(base, raw), why)
+    tied = raw("tie_word_embeddings", family.tied)
+    if tied and _has_unlike_head(folder, family, base, raw):
+        warnings.warn(
+            f"{folder.path}: tie_word_embeddings is true, but its head is not its embedding: it is "
+            "read as a head of its own, as transformers has it since version 5.",
+            stacklevel=3,
+        )
+        base, tied = base.replace(head="own"), False
+    return family, base, tied
+
+
+def _readers(
+    raw: Raw, tensors: _Tensors, table: Mapping[tuple[str, ...], Rule], base: ModelConfig
+) -> dict[str, LeafSource]:
+    """Return the readers of a model's leaves.
+
+    The files have a row for each token, the leaves of `base` also rows of padding.
+    """
+    declared, rules = _shapes(base), leaves(table)
+    for leaf, (rule, _) in rules.items():
+        if leaf not in declared:
+            tensor = rule.theirs[0].format(i=0)
+            raise raw.refuse(
+                "model_type", _model_type(raw), f"has {tensor}, for which there is no place"
+            )
+    return {leaf: _reader(base, rule, j, tensors, declared) for leaf, (rule, j) in rules.items()}
 
 
 def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any]]:
