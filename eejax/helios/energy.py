@@ -32,7 +32,7 @@ class EnergyMeter(Protocol):
 
     Attributes:
       name: "nvml" or "rapl".
-      read: returns joules since a fixed moment; they never decrease.
+      read: returns joules since a fixed moment; they never decrease. Raises OSError.
     """
 
     name: str
@@ -66,7 +66,10 @@ class NvmlMeter:
 
     def read(self) -> float:
         count = self._library.nvmlDeviceGetTotalEnergyConsumption
-        return sum(count(handle) for handle in self._handles) / 1e3
+        try:
+            return sum(count(handle) for handle in self._handles) / 1e3
+        except self._library.NVMLError as error:
+            raise OSError(f"NVML cannot read the energy of a GPU ({error})") from error
 
 
 def _nvml(numbers: Sequence[int]) -> NvmlMeter | None:
@@ -79,7 +82,11 @@ def _nvml(numbers: Sequence[int]) -> NvmlMeter | None:
         pynvml.nvmlInit()
         found = NvmlMeter(pynvml, [_handle(pynvml, number) for number in numbers])
         found.read()  # older GPUs, and parts of one, do not count
-    except (pynvml.NVMLError, IndexError):  # IndexError if the variable was changed meanwhile
+    except (
+        pynvml.NVMLError,
+        OSError,
+        IndexError,
+    ):  # IndexError if the variable was changed meanwhile
         return None
     return found
 

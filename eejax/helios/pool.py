@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -258,9 +259,16 @@ class FleetPool:
         return below
 
     def count_energy(self, model: str | None) -> None:
-        """Count the energy since the last call for a model; None counts it for no model."""
+        """Count the energy since the last call for a model; None counts it for no model.
+
+        If it cannot be read now, it counts with the next call.
+        """
         if self._meter is not None:
-            before, self._joules = self._joules, self._meter.read()
+            before = self._joules
+            try:
+                self._joules = self._meter.read()
+            except OSError as error:
+                warnings.warn(f"energy is counted later: {error}", stacklevel=2)
             if model is not None:
                 self._spent[model] += max(self._joules - before, 0.0)
 

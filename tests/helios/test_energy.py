@@ -106,6 +106,9 @@ def test_gpus_are_those_that_cuda_shows(monkeypatch, visible, devices, joules):
     assert meter.name == "nvml" and meter.read() == joules
     library.millijoules = [n + 500 for n in library.millijoules]
     assert meter.read() == joules + 0.5 * len(devices)
+    library.millijoules = [None] * 3  # as after a reset of the GPU
+    with pytest.raises(OSError, match="NVML cannot read"):
+        meter.read()
 
 
 def test_gpus_that_do_not_count(monkeypatch, tmp_path):
