@@ -145,9 +145,11 @@ class Controller:
         """Record an answer, not one of an evaluation, that ended in an error."""
         self.apply(transitions.answer_failed, model)
 
-    def prompt_answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
+    def prompt_answered(
+        self, model: str, telemetry: Telemetry, exits: Sequence[int], judged: bool = True
+    ) -> None:
         """Record the telemetry of an evaluation's answer, and the exits of its tokens."""
-        self.apply(transitions.prompt_answered, model, telemetry, exits)
+        self.apply(transitions.prompt_answered, model, telemetry, exits, judged)
 
     def prompt_dropped(self, model: str, failed: bool = False) -> None:
         """Record a prompt of an evaluation without an answer, or with one that `failed`."""

@@ -188,6 +188,9 @@ def finish_evaluation(state: ControllerState, time: float) -> Transition:
     strict = prospects.level(state, model, evaluated=True)
     row = evaluations.history_row(running, profile, state.expected, state.rules.counted, strict)
     expected, ages = state.expected.learn(profile, row), {**state.ages, model: 0}
+    if not running.judged:
+        before = state.expected
+        expected = expected.replaced(shortfall=before.shortfall, perplexity=before.perplexity)
     state = state.replaced(expected=expected, ages=ages, plan=())
     known = [n.model for n in rest if n.model != state.serving and n.model in state.shares]
     state, better = prospects.contenders(state, known)

@@ -290,7 +290,7 @@ class Dispatcher(Generic[Pending]):
             if judged and (job.evaluated or drawn):
                 self.to_audit.append(job)
             elif job.evaluated:
-                self.controller.prompt_answered(job.model, job.telemetry, job.exits)
+                self.controller.prompt_answered(job.model, job.telemetry, job.exits, judged=False)
         elif job.evaluated:
             self.controller.prompt_dropped(job.model, failed)
         elif failed:
@@ -367,7 +367,7 @@ class Dispatcher(Generic[Pending]):
         except (RuntimeError, MemoryError) as error:  # the device may have no room for it
             warnings.warn(f"an answer of {model!r} was not audited: {error}", stacklevel=2)
             if job.evaluated:
-                self.controller.prompt_answered(model, job.telemetry, job.exits)
+                self.controller.prompt_answered(model, job.telemetry, job.exits, judged=False)
             return
         if not job.evaluated:
             self._audited += self._clock() - begin

@@ -23,6 +23,7 @@ class RunningEvaluation:
       failed: number of answers that ended in an error.
       begin: time of its first prompt; 0 before that.
       answers, lengths: telemetry of the answers, and their numbers of tokens.
+      judged: number of answers whose quality was measured.
       exits: exits by which these tokens left.
       below, emitted: number of tokens below their threshold, and of all tokens meanwhile.
     """
@@ -34,6 +35,7 @@ class RunningEvaluation:
     begin: float = 0.0
     answers: tuple[Telemetry, ...] = ()
     lengths: tuple[int, ...] = ()
+    judged: int = 0
     exits: tuple[int, ...] = ()
     below: int = 0
     emitted: int = 0
@@ -72,7 +74,7 @@ def count_tokens(running: RunningEvaluation, below: Sequence[bool]) -> RunningEv
 
 
 def record_answer(
-    running: RunningEvaluation, telemetry: Telemetry, exits: Sequence[int]
+    running: RunningEvaluation, telemetry: Telemetry, exits: Sequence[int], judged: bool
 ) -> RunningEvaluation:
     """Add an answer's telemetry, and the exits by which its tokens left."""
     return dataclasses.replace(
@@ -80,6 +82,7 @@ def record_answer(
         open=running.open - 1,
         answers=(*running.answers, telemetry),
         lengths=(*running.lengths, len(exits)),
+        judged=running.judged + judged,
         exits=(*running.exits, *exits),
     )
 

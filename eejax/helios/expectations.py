@@ -70,13 +70,18 @@ class Expectations(FrozenMappings):
         """Correct energy, quality, perplexity and lateness by what was measured while serving."""
         # A model that was not measured gets the factor of another one, so that units agree.
         energy = self.energy.get(choice.model) or next(iter(self.energy.values()), 1.0)
-        short = max(profile.ceiling - telemetry.accuracy, 0.0)
-        short *= self.shortfall.get(choice.model, 1.0)
-        perplexity = telemetry.perplexity * self.perplexity.get(choice.model, 1.0)
         return dataclasses.replace(
-            telemetry,
+            self.with_quality(profile, choice.model, telemetry),
             ttft_p99=self.lateness.of(choice, telemetry),
             energy=telemetry.energy * energy,
+        )
+
+    def with_quality(self, profile: ModelProfile, model: str, telemetry: Telemetry) -> Telemetry:
+        """Return telemetry whose quality and perplexity are corrected by what was measured."""
+        short = max(profile.ceiling - telemetry.accuracy, 0.0) * self.shortfall.get(model, 1.0)
+        perplexity = telemetry.perplexity * self.perplexity.get(model, 1.0)
+        return dataclasses.replace(
+            telemetry,
             accuracy=max(profile.ceiling - short, 0.0),
             perplexity=max(perplexity, 1.0),
         )

@@ -136,15 +136,26 @@ def answer_failed(state: ControllerState, time: float, model: str) -> Transition
 
 
 def prompt_answered(
-    state: ControllerState, time: float, model: str, telemetry: Telemetry, exits: Sequence[int]
+    state: ControllerState,
+    time: float,
+    model: str,
+    telemetry: Telemetry,
+    exits: Sequence[int],
+    judged: bool = True,
 ) -> Transition:
-    """Add the telemetry of an evaluation's answer, and the exits by which its tokens left."""
+    """Add the telemetry of an evaluation's answer, and the exits by which its tokens left.
+
+    The quality of an answer that was not judged is the profile's, corrected by what was measured
+    before, so that it changes nothing of that.
+    """
     if not _is_open(state, model):
         return Transition(state)
+    if not judged:
+        telemetry = state.expected.with_quality(state.rules.profiles[model], model, telemetry)
     exits = [e for e in exits if 0 <= e < state.rules.profiles[model].exits]
     if not exits:  # no token, so no information
         return prompt_dropped(state, time, model)
-    running = evaluations.record_answer(state.plan[0], telemetry, exits)
+    running = evaluations.record_answer(state.plan[0], telemetry, exits, judged)
     state = state.with_first(running)
     return decisions.finish_evaluation(state, time) if running.done else Transition(state)
 

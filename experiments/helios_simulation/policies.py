@@ -64,7 +64,9 @@ class ScriptedPolicy:
     def first_token_emitted(self, model: str, seconds: float) -> None:
         pass
 
-    def prompt_answered(self, model: str, telemetry: Telemetry, exits: Sequence[int]) -> None:
+    def prompt_answered(
+        self, model: str, telemetry: Telemetry, exits: Sequence[int], judged: bool = True
+    ) -> None:
         pass
 
     def prompt_dropped(self, model: str, failed: bool = False) -> None:

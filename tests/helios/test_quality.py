@@ -16,7 +16,7 @@ from launchers import call
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.experiments.benchmark_scores import read_scores
-from eejax.helios import prospects, quality
+from eejax.helios import decisions, prospects, quality
 from eejax.helios.choices import ModelDepth
 from eejax.helios.disagreement_bound import AnswerAudit
 from eejax.helios.dispatch import Dispatcher
@@ -379,3 +379,34 @@ def test_sources_of_quality():
     ):
         with pytest.raises(ConfigError, match=said):
             QualitySource.parse(wrong)
+
+
+def test_answers_that_nobody_judged_leave_the_measured_quality():
+    """As those with a temperature: of an evaluation all of whose prompts have one."""
+    shares = (0.25, 0.25, 0.25, 0.25)
+    own = dataclasses.replace(profile(), perplexity=((0.5, 3.0), (1.0, 2.0)))
+    made = World({"m": own}, {"m": shares}, ServiceObjective.of("accuracy"))
+    c, exits = made.controller, [0] * 25 + [1] * 25 + [2] * 25 + [3] * 25
+
+    assert c.evaluating
+    said = own.serving(shares, 4)
+    worse = dict(accuracy=said.accuracy - 0.1, perplexity=said.perplexity * 1.5)
+    c.model_loaded(c.wanted)
+    for _ in range(5):
+        c.prompt_arrived()
+        c.prompt_answered("m", dataclasses.replace(said, **worse), exits)
+    before = c.state.expected.shortfall["m"], c.state.expected.perplexity["m"]
+    assert before[0] > 1.5 and before[1] == pytest.approx(1.5)
+    c.apply(decisions.evaluate, "for the test")
+    c.model_loaded(c.wanted)
+    told = own.serving(shares, c.current.depth)
+    for _ in range(5):
+        c.prompt_arrived()
+        c.prompt_answered("m", told, exits, judged=False)
+    after = c.state.expected.shortfall["m"], c.state.expected.perplexity["m"]
+    assert after == before
+    # After a restart it is known from the evaluations alone.
+    (row,) = c.repository.history("m")
+    short = before[0] * (own.ceiling - told.accuracy)
+    assert row.telemetry.accuracy == pytest.approx(own.ceiling - short)
+    assert row.telemetry.perplexity == pytest.approx(before[1] * told.perplexity)
