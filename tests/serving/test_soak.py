@@ -176,7 +176,8 @@ async def idle(client) -> None:
 
 async def soak(process, address, wants, clients: int, seconds: float) -> tuple[Tally, list[int]]:
     tally, memory, pids = Tally(), [], family(process.pid)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    # A connection that has been idle is not used again: the server may be closing it.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=address, timeout=120, limits=limits) as client:
         end = time.monotonic() + seconds
         rngs = [random.Random(i) for i in range(clients + 4)]

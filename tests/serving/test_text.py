@@ -115,6 +115,7 @@ def test_offsets_index_the_text_that_is_returned(ids, cut, echo):
     offsets = TokenOffsets(TOKENIZER, ids[:cut])
     found = [offsets.push(i) for i in ids[cut:]]
     text = text_behind(TOKENIZER.decode, ids[:cut], ids[cut:])
+    assert found == sorted(found)
     for i, at in zip(ids[cut:], found, strict=True):
         assert 0 <= at <= len(text)
         if i < 128:
