@@ -396,7 +396,7 @@ def test_a_configuration_says_what_is_wrong_with_it():
         ({"models.m": "x", "thresholds.n": "1"}, "thresholds: names ['n']"),
         ({"models.m": "x", "gate.n": "margin"}, "gate: names ['n']"),
         ({"models.m": "x", "gate.m": "sure"}, "gate.m = 'sure': must be one of 'max_probability'"),
-        ({"models.m": "x", "service.grace": "-1"}, "service: grace = -1.0: must be at least 0"),
+        ({"models.m": "x", "service.grace": "-1"}, "service.grace = -1: input should be greater"),
         ({"models.m": "[x"}, "models.m = '[x': must be YAML"),
         ({"models.m": "x", "deployment.replicas": "2"}, "deployment = {'replicas': 2}: must suit"),
     ):
