@@ -84,9 +84,9 @@ class StreamingDetokenizer:
 class TokenOffsets:
     """Offsets of the tokens in a text, in characters.
 
-    A token that is part of a character begins where that character does, and so does a token without
-    text that comes between its parts. The space that a decoder drops at the beginning of a text has
-    no offset.
+    A token that is part of a character begins where that character does, and so does a token
+    without text that comes between its parts. The space that a decoder drops at the beginning of a
+    text has no offset.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()):
