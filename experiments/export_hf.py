@@ -1,6 +1,6 @@
 """Write the model of a run as a folder that transformers opens.
 
-    eejax export-hf --workdir=runs/quickstart --output=models/quickstart
+    eejax export-hf --workdir=runs/tinylm --output=models/tinylm_exits
 
 Early exits lie in files of their own beside the weights (eejax.json, eejax_exits.safetensors):
 transformers opens the model without them, and eejax import-hf with them.
