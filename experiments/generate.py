@@ -38,6 +38,7 @@ from eejax.common.errors import ConfigError, DataError, require
 from eejax.experiments import field_flags, launch, prompt_files
 from eejax.inference import AutoGenerator, EngineOptions, Generator, PipelinedGenerator
 from eejax.inference.generate import GenerationParams
+from eejax.inference.options import USED_BY as ENGINES_WITH
 from eejax.inference.policy import ExitPolicy, ExitRules
 from eejax.inference.sampling import SamplingParams
 from eejax.sharding.mesh import MeshConfig, make_mesh
@@ -46,6 +47,7 @@ from eejax.train.runs import open_run
 FEW = 4  # steps of a call of an interactive session, so that tokens appear as they come
 AUTO = {"auto": "recompute", "auto_speculative": "speculative"}  # the engine that each switches
 ENGINES = ["full", "posthoc", "recompute", "pipelined", "propagate", "speculative", *AUTO]
+OPTIONS = ("cap", "drafts", "draft_exit", "adapt", "propagate", "num_segments")
 # Flags that only some engines use, and those engines.
 LEAVING = ("posthoc", "recompute", "pipelined", "propagate", "auto")
 USED_BY = {
@@ -53,12 +55,13 @@ USED_BY = {
     for names, engines in (
         ("threshold gate exits min_exit_layer decay prefill_exit num_segments", LEAVING),
         ("cap", ("recompute", "pipelined", "auto", "speculative", "auto_speculative")),
-        ("drafts", ("recompute", "auto", "speculative", "auto_speculative")),
-        ("draft_exit adapt", ("speculative", "auto_speculative")),
-        ("propagate", ("propagate",)),
         ("stage_layers", ("pipelined",)),
     )
     for flag in names.split()
+} | {
+    flag: (*engines, *(name for name, engine in AUTO.items() if engine in engines))
+    for flag, engines in ENGINES_WITH.items()
+    if flag in OPTIONS
 }
 
 _RUN = field_flags.define(open_run, ("workdir", "step", "ema"))
@@ -68,9 +71,7 @@ _PROMPT_FILE = flags.DEFINE_multi_string(
 )
 _INTERACTIVE = flags.DEFINE_bool("interactive", False, "Answer prompts line by line.")
 _ENGINE = flags.DEFINE_enum("engine", "recompute", ENGINES, "Decoder.")
-_OPTIONS = field_flags.define(
-    EngineOptions, ("cap", "drafts", "draft_exit", "adapt", "propagate", "num_segments")
-)
+_OPTIONS = field_flags.define(EngineOptions, OPTIONS)
 _MESH = field_flags.define(MeshConfig, {axis: f"mesh.{axis}" for axis in MESH_AXES})
 _STAGE_LAYERS = flags.DEFINE_list(
     "stage_layers", ["even"], "Layers of each stage (pipelined): numbers, even or balanced."

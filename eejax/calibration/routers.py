@@ -26,8 +26,7 @@ from eejax.calibration.states import States
 from eejax.checkpoint.arrays import read_arrays, write_arrays
 from eejax.common import progress
 from eejax.common.errors import ConfigError, DataError, require, require_count, require_one_of
-from eejax.common.indexing import where_rows
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, where_rows
 from eejax.gates import router
 from eejax.models import params
 from eejax.models.config import ModelConfig

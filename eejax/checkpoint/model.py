@@ -73,9 +73,8 @@ def load_run(
     config = model_config(restored.metadata)
     tokenizer = load_run_tokenizer(workdir, restored.metadata)
     check_vocabulary(tokenizer, config.vocab_size)
-    return _loaded(
-        workdir, config, restored.trees[item], tokenizer, restored.step, restored.metadata
-    )
+    tree, metadata = restored.trees[item], restored.metadata
+    return LanguageModel(config, tree, tokenizer, workdir, restored.step, metadata)
 
 
 def load_metadata(workdir: str | os.PathLike, *, step: int | None = None) -> dict[str, Any]:
@@ -119,11 +118,7 @@ def _overlaid(over: overlay.Overlay, mesh: Mesh, part, ema: bool) -> LanguageMod
         over.check(tree)
     tree |= {"exits": over.exits(wanted["exits"])} if "exits" in wanted else {}
     tokenizer = load_run_tokenizer(over.path, over.metadata)
-    return _loaded(over.path, config, tree, tokenizer, over.step, over.metadata)
-
-
-def _loaded(path, config, params, tokenizer, step, metadata) -> LanguageModel:
-    return LanguageModel(config, params, tokenizer, path, step, metadata)
+    return LanguageModel(config, tree, tokenizer, over.path, over.step, over.metadata)
 
 
 def is_run(path: pathlib.Path) -> bool:

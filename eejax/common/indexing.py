@@ -10,10 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from jax import lax
-
-from eejax.common.trees import Tree
 
 take_slice = partial(lax.dynamic_slice, allow_negative_indices=False)
 """`lax.dynamic_slice` from indices that are not negative."""
@@ -48,12 +45,3 @@ def ring_index(position: jax.Array, size: int) -> jax.Array:
     if size == 1:
         return lax.full_like(position, 0)
     return lax.rem(position + size, size)
-
-
-def where_rows(rows: jax.Array, new: Tree, old: Tree) -> Tree:
-    """Select, for each leaf [b, ...], `new` where `rows` [b], else `old`."""
-
-    def pick(n, o):
-        return jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o)
-
-    return jax.tree.map(pick, new, old)

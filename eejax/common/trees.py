@@ -99,3 +99,12 @@ def new_leaves(tree: Tree, given: Tree) -> list[Any]:
     """Return the leaves of `tree`, each once, except those that are leaves of `given`."""
     known = {id(a) for a in jax.tree.leaves(given)}
     return list({id(a): a for a in jax.tree.leaves(tree) if id(a) not in known}.values())
+
+
+def where_rows(rows: jax.Array, new: Tree, old: Tree) -> Tree:
+    """Select, for each leaf [b, ...], `new` where `rows` [b], else `old`."""
+
+    def pick(n, o):
+        return jnp.where(rows.reshape(-1, *[1] * (n.ndim - 1)), n, o)
+
+    return jax.tree.map(pick, new, old)

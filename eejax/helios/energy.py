@@ -82,12 +82,8 @@ def _nvml(numbers: Sequence[int]) -> NvmlMeter | None:
         pynvml.nvmlInit()
         found = NvmlMeter(pynvml, [_handle(pynvml, number) for number in numbers])
         found.read()  # older GPUs, and parts of one, do not count
-    except (
-        pynvml.NVMLError,
-        OSError,
-        IndexError,
-    ):  # IndexError if the variable was changed meanwhile
-        return None
+    except (pynvml.NVMLError, OSError, IndexError):
+        return None  # IndexError: the variable was changed meanwhile
     return found
 
 

@@ -28,7 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from eejax.common.indexing import gather, gather_each, ring_index, where_rows
+from eejax.common.indexing import gather, gather_each, ring_index
+from eejax.common.trees import where_rows
 from eejax.inference.options import EngineOptions
 from eejax.inference.schedule import (
     IN_PLACE,

@@ -28,8 +28,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, PIPE
 from eejax.common.errors import require
-from eejax.common.indexing import where_rows
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, where_rows
 from eejax.gates.confidence import Memory
 from eejax.inference import sharded
 from eejax.inference import state as s

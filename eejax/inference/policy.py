@@ -12,7 +12,7 @@ from flax import struct
 from jax import lax
 
 from eejax.common.errors import require, require_array, require_one_of
-from eejax.common.indexing import where_rows
+from eejax.common.trees import where_rows
 from eejax.gates import confidence
 from eejax.gates.confidence import GATES, Memory
 from eejax.inference.logits_params import LogitsParams, TopLogprobs, compute_top_logprobs

@@ -19,8 +19,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA, MODEL, PIPE, Axes
-from eejax.common.indexing import where_rows
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, where_rows
 from eejax.gates import router
 from eejax.gates.confidence import Memory
 from eejax.inference.policy import Emission, emit_early, emit_final

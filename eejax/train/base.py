@@ -393,16 +393,17 @@ def remember(workdir: pathlib.Path, facts: FixedFields) -> None:
 
 
 def origin(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """Describe what a run began with, for the metadata of its checkpoints."""
-    facts = remembered(workdir)
-    return facts and {"source": facts.source, "step": facts.step, "digest": facts.digest}
+    """Describe what a run began with, as the metadata of its checkpoints do."""
+    return metadata_of(workdir)["base"]
 
 
 def metadata_of(workdir: pathlib.Path) -> dict[str, Any]:
     """Return the metadata that the checkpoints of a run with a base have because of it."""
     facts = remembered(workdir)
-    family = {"pretrained": facts.pretrained} if facts and facts.pretrained else {}
-    return {"base": origin(workdir)} | family
+    if facts is None:
+        return {"base": None}
+    base = {"source": facts.source, "step": facts.step, "digest": facts.digest}
+    return {"base": base} | ({"pretrained": facts.pretrained} if facts.pretrained else {})
 
 
 def naming_base(source: str, load: Callable[[], T]) -> T:

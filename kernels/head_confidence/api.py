@@ -123,7 +123,7 @@ def head_confidence(
     s = LogitStatistics(*_statistics(options, implementation, *args))
     if axis:
         s = reference.merge(_gathered(s._replace(token=s.token + first), axis))
-    return HeadStatistics(*reference.confidence(s))
+    return HeadStatistics(*reference.head_statistics(s))
 
 
 def _gathered(s: LogitStatistics, axis: str) -> LogitStatistics:

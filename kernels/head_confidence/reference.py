@@ -109,7 +109,7 @@ def merge(parts: LogitStatistics) -> LogitStatistics:
     return LogitStatistics(peak, token, second, jnp.sum(e * parts.total, 0), weighted)
 
 
-def confidence(s: LogitStatistics) -> tuple[jax.Array, ...]:
+def head_statistics(s: LogitStatistics) -> tuple[jax.Array, ...]:
     """Return the parts of `api.HeadStatistics` [n], of a whole vocabulary."""
     total = jnp.where(s.total > 0, s.total, jnp.nan)  # 0 if no logit is above -inf
     token = jnp.where(s.total > 0, s.token, 0)

@@ -155,9 +155,14 @@ def test_a_model_of_no_family_of_hugging_face_is_tuned(tmp_path):
         model.tune(eejax.data.source(text), [1], **size)
 
 
-def test_a_tuning_that_is_stopped_is_interrupted(small_run, tmp_path, monkeypatch):
+def test_a_tuning_that_is_stopped_is_interrupted_and_goes_on(small_run, tmp_path):
     model = eejax.load(small_run)
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
-    small_runs.stop_at(monkeypatch, 1, signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt):
-        model.tune(str(tmp_path / "a.txt"), [0], steps=3, batch_size=2, length=32)
+    text, size = str(tmp_path / "a.txt"), dict(steps=3, batch_size=2, length=32)
+    with pytest.MonkeyPatch.context() as patch:
+        small_runs.stop_at(patch, 1, signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            model.tune(text, [0], workdir=tmp_path / "run", **size)
+    with pytest.raises(CheckpointError, match="a tuning run that has not ended"):
+        eejax.load(tmp_path / "run")
+    assert model.tune(text, [0], workdir=tmp_path / "run", **size).step == 3

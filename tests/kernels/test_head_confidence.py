@@ -22,7 +22,7 @@ from eejax.kernels.head_confidence.arg_specs import LAYER, ONE, RMS, SPECS, draw
 from eejax.kernels.head_confidence.reference import (
     HeadConfidenceOptions,
     LogitStatistics,
-    confidence,
+    head_statistics,
     merge,
 )
 
@@ -408,7 +408,7 @@ def test_any_parts_of_a_vocabulary_make_the_whole(data):
         want = exact(y)
     alive = y.max(1) > -np.inf
     for s in trees:
-        got = HeadStatistics(*confidence(s))
+        got = HeadStatistics(*head_statistics(s))
         assert np.asarray(got.token)[alive].tolist() == want.token[alive].tolist()
         assert np.isnan(np.asarray(got.top)).tolist() == (~alive).tolist()
         for a, b in zip(got[1:], want[1:], strict=True):

@@ -126,7 +126,7 @@ def load_pretrained(
     say = watch or (lambda line: None)
     path = fetched(source)
     raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    _model_type(raw)  # raises
+    kind = _model_type(raw)
     if (how := raw("quantization_config", None)) is not None:
         raise raw.refuse(
             "quantization_config",
@@ -135,7 +135,7 @@ def load_pretrained(
         )
     settings = generation.read(path, raw.values)
     folder = Folder(path)
-    family, base, tied = _recognise(raw, folder, dtype, say)
+    family, base, tied = _recognise(raw, kind, folder, dtype, say)
     table = named(family.rules(base, raw), base)
     tensors = _Tensors(folder, family, base, table, tied)  # checks what there is
     side = sidecar.open_sidecar(path, base)
@@ -167,10 +167,9 @@ def load_pretrained(
 
 
 def _recognise(
-    raw: Raw, folder: Folder, dtype: str, say: Callable[[str], None]
+    raw: Raw, kind: str, folder: Folder, dtype: str, say: Callable[[str], None]
 ) -> tuple[Family, ModelConfig, bool]:
-    """Return a folder's family, its model, and whether that has no head of its own."""
-    kind = _model_type(raw)
+    """Return the family of a model type, the model, and whether that has no head of its own."""
     if kind not in FAMILIES:
         probe.refuse(raw, folder.shapes)
     _check_layers(raw, folder.shapes)
@@ -204,9 +203,8 @@ def _readers(
     for leaf, (rule, _) in rules.items():
         if leaf not in declared:
             tensor = rule.theirs[0].format(i=0)
-            raise raw.refuse(
-                "model_type", _model_type(raw), f"has {tensor}, for which there is no place"
-            )
+            why = f"has {tensor}, for which there is no place"
+            raise raw.refuse("model_type", raw("model_type"), why)
     return {leaf: _reader(base, rule, j, tensors, declared) for leaf, (rule, j) in rules.items()}
 
 
