@@ -23,6 +23,7 @@ from eejax.inference.batch_simulator import (
 )
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.engine_step import PROMPT_SPAN
+from eejax.inference.options import drafts_at_once
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import BatchPlan
@@ -149,6 +150,7 @@ def engine_sizes(engine: EarlyExitEngine) -> EngineSizes:
         chunk=options.prompt_rows,
         span=SPAN,
         prompt_span=PROMPT_SPAN,
+        drafts_at_once=drafts_at_once(options, engine.slots),
     )
 
 

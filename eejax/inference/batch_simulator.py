@@ -168,6 +168,7 @@ class EngineSizes:
       slots: its slots.
       buckets, cap, drafts, chunk: as in `EngineOptions`.
       span, prompt_span: rows of a slot, and of a prompt, that attention takes together.
+      drafts_at_once: as `options.drafts_at_once`.
 
     Raises:
       ConfigError: for sizes that no engine has.
@@ -180,6 +181,7 @@ class EngineSizes:
     chunk: int
     span: int
     prompt_span: int
+    drafts_at_once: bool = False
 
     def __post_init__(self):
         for name in ("slots", "cap", "chunk", "span", "prompt_span"):
@@ -294,7 +296,10 @@ class _Simulation:
         work.steps = 1
         cost, most = self.plan.draft_cost, self.engine.drafts
         drafts = best_drafts(np, self.acceptance, cost, self.max_drafts, most)
-        for e in range(self.segments):
+        if self.engine.drafts_at_once:
+            while self.progress.can_start(self.engine.cap, drafts).any():
+                self._advance_segment(0, drafts, work)
+        for e in range(self.engine.drafts_at_once, self.segments):
             self._advance_segment(e, drafts, work)
         if self.progress.in_prefill.any():
             self._advance_prefill(work)

@@ -12,9 +12,10 @@ Tokens that left early wait at their boundary, and the next token that goes deep
 (KV recomputation; Bae et al. 2023; EE-LLM, section 4, includes them in every pass). While a token
 is undecided, the first exit may draft the tokens after it, and one pass of the layers above
 verifies them, with the same keys, values and states (LayerSkip; Elhoushi et al. 2024, section 4.3).
-A draft is kept if it is the token that its emitting exit draws, greedy or sampled, so drafts change
-no text. Keys and values of wrong drafts lie beyond `filled` and are overwritten before any token
-attends to them.
+A step makes one draft for each slot; a single slot may make all drafts of a pass
+(`drafts_at_once`). A draft is kept if it is the token that its emitting exit draws, greedy or
+sampled, so drafts change no text. Keys and values of wrong drafts lie beyond `filled` and are
+overwritten before any token attends to them.
 
 Every request gets the tokens and exits that `posthoc` gives it alone.
 """
@@ -27,10 +28,11 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from eejax.common.indexing import gather, gather_each, ring_index
 from eejax.common.trees import where_rows
-from eejax.inference.options import EngineOptions
+from eejax.inference.options import EngineOptions, drafts_at_once
 from eejax.inference.schedule import (
     IN_PLACE,
     PACKED,
@@ -192,8 +194,11 @@ def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
     that only drafts. On a GPU that saves more than the segments' own conditionals do: each takes
     some 40 us there, and each of the many small kernels of a schedule takes 2.
     """
-    segments = range(1, runner.last + 1)
-    state = _advance_segment(runner, options, state, 0, drafts, prompts)
+    segments, at_once = range(1, runner.last + 1), drafts_at_once(options, len(state.token))
+    if at_once:
+        state = _draft(runner, options, state, drafts, prompts)
+    else:
+        state = _advance_segment(runner, options, state, 0, drafts, prompts)
     if not segments:
         return state
 
@@ -205,13 +210,31 @@ def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
 
     waits = [state.progress.must_run(e, options.cap) for e in segments]
     some = jnp.any(jnp.stack(waits))
-    if state.pending.input_token.shape[1] > 1:  # a segment that waits for drafts is delayed often
+    # A segment that waits for drafts is delayed often.
+    if state.pending.input_token.shape[1] > 1 and not at_once:
         can_start = state.can_start(options.cap, drafts)
         demand = segment_demand(jnp, 1, state.progress, options.cap, can_start)
         delayed = is_delayed(jnp, state.plan, 1, demand, state.clock - state.since)
         higher = jnp.any(jnp.stack(waits[1:])) if waits[1:] else False
         some = some & (higher | ~delayed)
     return _replace_from(state, 1, run_where(some, run, _changed_from(state, 1)))
+
+
+def _draft(runner, options, state, drafts, prompts) -> EngineState:
+    """Run the first segment until the only slot can start no other row.
+
+    A step for each draft would schedule the segments above, and write a record of no token: on a
+    small model these many small operations take as long as a layer.
+    """
+
+    def can_start(carry):
+        return _replace_from(state, 0, carry).can_start(options.cap, drafts)[0]
+
+    def run(carry):
+        before = _replace_from(state, 0, carry)
+        return _changed_from(_advance_segment(runner, options, before, 0, drafts, prompts), 0)
+
+    return _replace_from(state, 0, lax.while_loop(can_start, run, _changed_from(state, 0)))
 
 
 # Fields of a state that no segment changes, or that `_changed_from` divides. A conditional carries
@@ -279,8 +302,9 @@ def _run_batch(branches: SegmentBranches, options, demand, carry, prompts):
     """Select the rows that run a segment, and run them: (`SegmentBatch`, the changed carry)."""
     state, e, slots = branches.state, branches.e, branches.state.token.shape[0]
     # All unfinished requests run it in every step, and a conditional takes time.
-    always = slots == 1 and state.pending.input_token.shape[1] == 1
-    if e == 0 and not prompts and (branches.runner.last == 0 or always):
+    one_row = slots == 1 and state.pending.input_token.shape[1] == 1
+    always = not prompts and (branches.runner.last == 0 or one_row)
+    if e == 0 and (always or drafts_at_once(options, slots)):
         ready = demand.ready.astype(jnp.int32)
         batch = SegmentBatch(jnp.int32(IN_PLACE), ready, None, jnp.int32(0))
         return batch, branches.in_place(ready, *carry)

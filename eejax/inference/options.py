@@ -172,6 +172,14 @@ class EngineOptions:
         return tuple(sorted({*own, *(powers or [power_of_two(most)])}))
 
 
+def drafts_at_once(options: EngineOptions, slots: int) -> bool:
+    """Return whether a step makes all drafts that a pass verifies, instead of one.
+
+    It does for a single slot, which has no other to wait for, if no early exit emits tokens.
+    """
+    return slots == 1 and options.max_drafts > 0 and not options.leaves_early
+
+
 def given_options(options: EngineOptions | str | None) -> EngineOptions:
     """Return options; a name stands for an engine's default options, None for "recompute".
 

@@ -43,6 +43,14 @@ def engine(subset):
     return p, EarlyExitEngine.make(p, config, OPTIONS, slots=SLOTS, context=CONTEXT)
 
 
+@pytest.fixture(scope="module")
+def drafting(subset):
+    """An engine of one slot whose drafts the final exit verifies."""
+    p, config = subset((1, 3))
+    options = EngineOptions("speculative", cap=4, drafts=3, chunk=16, buckets=(4,))
+    return p, EarlyExitEngine.make(p, config, options, slots=1, context=CONTEXT)
+
+
 @functools.partial(jax.jit, static_argnames="config")
 def first_exit_says(p, config, ids):
     h = transformer.exit_states(p, config, ids, which=[0])[0]
@@ -89,11 +97,39 @@ def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
     request = RequestRows.make(
         config, [len(a) for a in asked], [30] * n, policy, SamplingParams.make(n)
     )
-    rows, _ = batched.prefill(asked, request)
-    state = batched.insert(batched.start(), rows, range(n)).replace(plan=plan)
+    check_simulated(p, batched, plan, asked, request, drafts, (1, 2, 2))
+
+
+@settings(max_examples=4)
+@given(
+    seed=st.integers(0, 99),
+    length=st.integers(1, 40),
+    drafts=st.integers(0, 3),
+    cost=st.sampled_from([0.0, 0.137, 0.371]),
+)
+def test_the_simulator_makes_all_drafts_of_a_single_slot_in_a_step(
+    drafting, prompts, seed, length, drafts, cost
+):
+    p, engine = drafting
+    plan = engine.plan.replace(draft_cost=np.float32(cost))
+    asked, policy = prompts(seed, [length]), ExitPolicy.make(engine.config, 1, drafts=drafts)
+    sampling = SamplingParams.make(1)
+    request = RequestRows.make(engine.config, [length], [30], policy, sampling)
+    found = check_simulated(p, engine, plan, asked, request, [drafts], (1, 4))
+    ahead = np.array(found.counts.runs[0, 0])
+    passes = found.counts.runs[1].sum()
+    assert found.counts.steps <= passes + found.counts.chunks
+    assert (ahead > passes) == (drafts > 0) or cost
+
+
+def check_simulated(p, engine, plan, asked, request, drafts, depths):
+    """Compare what an engine runs for requests, from a start to their ends, with a simulation."""
+    n = len(asked)
+    rows, _ = engine.prefill(asked, request)
+    state = engine.insert(engine.start(), rows, range(n)).replace(plan=plan)
     tokens, left, came = ([[] for _ in asked] for _ in range(3))
     while np.asarray(state.live).any():
-        state, record = batched.generate(state, 1)
+        state, record = engine.generate(state, 1)
         for i in range(n):
             there = np.asarray(record.exit)[:, i] >= 0
             tokens[i] += np.asarray(record.token)[there, i].tolist()
@@ -102,18 +138,20 @@ def test_the_simulator_runs_what_the_engine_runs(engine, prompts, data):
     texts = [*zip(tokens, left, strict=True)]
     # Nothing is drafted behind a draft that would end a request: none here can be.
     work = jax.tree.map(np.asarray, state.work)
-    costs = StepCosts(1.0, (0.0,) * 4, (0.0,) * 4, 0.0, 0.0, 0.0, (1, 2, 2))  # a second a step
+    none = (0.0,) * (1 + len(engine.options.buckets))
+    costs = StepCosts(1.0, none, none, 0.0, 0.0, 0.0, depths)  # a second a step
     found = simulate(
-        traces_of(p, config, asked, texts, drafts),
+        traces_of(p, engine.config, asked, texts, drafts),
         plan,
         costs,
-        EngineSizes(SLOTS, BUCKETS, OPTIONS.cap, OPTIONS.drafts, OPTIONS.chunk, SPAN, PROMPT_SPAN),
+        batch_costs.engine_sizes(engine),
     )
     np.testing.assert_array_equal(found.counts.runs, work.runs)
     np.testing.assert_array_equal(found.counts.spans, work.spans)
     assert (found.counts.chunks, found.counts.chunk_spans) == (work.chunks, work.chunk_spans)
     assert found.counts.steps == work.steps and found.seconds == work.steps
     assert found.emitted == came
+    return found
 
 
 def some_costs():
