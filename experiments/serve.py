@@ -257,7 +257,7 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
 
     import uvicorn
 
-    from eejax.serving.answers import check_defaults
+    from eejax.serving.answers import checked_build
     from eejax.serving.app import app
     from eejax.serving.metrics import ServerMetrics
 
@@ -267,7 +267,10 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
     def watch(name):
         return report(name, metrics.watch(name))
 
-    services = {name: Service(build, options, watch=watch(name)) for name, build in builds.items()}
+    services = {
+        name: Service(checked_build(build, name, defaults[name]), options, watch=watch(name))
+        for name, build in builds.items()
+    }
     http = _HTTP(keys=keys, defaults=defaults)
     api = app(services, http, metrics)
     signals = asyncio.Queue()
@@ -296,9 +299,6 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             except RuntimeError as error:
                 what = launch.with_flag(service.failure, limit_flags())
                 raise ConfigError(what or f"--model = {of}: {error}") from error
-            if not ready.chooses:
-                with launch.flags_named({}):
-                    check_defaults(name, ready.config, defaults[name])
             launch.say(
                 f"{name}: {ready.slots} slots of {ready.context} tokens, {ready.seconds:.0f} s"
             )

@@ -22,7 +22,7 @@ from eejax.calibration.thresholds import thresholds_for
 from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
 from eejax.checkpoint.language_model import LanguageModel
-from eejax.common.errors import CheckpointError, ConfigError, require
+from eejax.common.errors import CheckpointError, ConfigError, require, require_count
 from eejax.common.fields import PositiveInt
 from eejax.common.trees import Tree
 from eejax.models import params as declared
@@ -136,10 +136,15 @@ def calibrate_model(
     """
     config = model.config
     given = {e.boundary for e in config.exits}
+    require_count("every", every)
     if boundaries is None:
         boundaries = sorted(given - {config.n_layers}) or boundaries_for(config, every)
+    whole = isinstance(boundaries, Sequence) and all(
+        isinstance(b, int) and not isinstance(b, bool) for b in boundaries
+    )
     require(
-        len(set(boundaries)) == len(boundaries) > 0
+        whole
+        and len(set(boundaries)) == len(boundaries) > 0
         and all(b in range(config.n_layers) for b in boundaries),
         "boundaries",
         boundaries,

@@ -11,10 +11,12 @@ from eejax.common.errors import ConfigError
 def expanded(path: str | os.PathLike) -> pathlib.Path:
     """Return a path with the home folder in place of its `~` or `~user`.
 
-    Raises `ConfigError`, naming the path, if that folder is unknown.
+    Raises `ConfigError`, naming the path, if that folder is unknown, or for what is no path.
     """
     try:
         return pathlib.Path(path).expanduser()
+    except TypeError:
+        raise ConfigError(f"path = {path!r}: must be the path of a file or folder.") from None
     except RuntimeError:
         name = pathlib.Path(path).parts[0]
         raise ConfigError(

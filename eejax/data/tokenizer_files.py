@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from eejax.common.errors import DataError
+from eejax.common.errors import DataError, require
 from eejax.data.tokenizer_settings import (
     CONFIG,
     SettingCheck,
@@ -66,7 +66,10 @@ def load_tokenizer(
     Raises:
       DataError: there is no usable tokenizer, or a setting beside the file would change ids and is
         not supported.
+      ConfigError: `spec` is no path.
     """
+    path = isinstance(spec, str | os.PathLike)
+    require(path, "tokenizer", spec, "must be 'bytes', or the path of a file or folder")
     spec = os.fspath(spec)
     if spec == BYTES:
         return ByteTokenizer()

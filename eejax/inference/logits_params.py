@@ -81,7 +81,8 @@ class LogitsParams(struct.PyTreeNode):
 
         for name, value in (("presence", presence), ("frequency", frequency)):
             number(name, value, lambda a: -100 <= a <= 100, "must be a number in [-100, 100]")
-        number("repetition", repetition, lambda a: 0 < a <= 100, "must be a number in (0, 100]")
+        allowed = "must be a number in [0.01, 100]"
+        number("repetition", repetition, lambda a: 0.01 <= a <= 100, allowed)
         require_count("min_tokens", min_tokens, minimum=0)
         require_count("top_logprobs", top_logprobs, minimum=0)
         require(

@@ -119,6 +119,7 @@ class ExitPolicy(struct.PyTreeNode):
             batch,
             f"must be a number of layers in 0..{config.n_layers}",
             config.n_layers,
+            whole=True,
         )
         falls = CONSTANT if decay is None else decay
         if decay is not None:
@@ -196,8 +197,9 @@ def _active(boundaries: list[int], batch: int, exits: Any) -> np.ndarray:
     rows = chosen if each else [chosen] * batch
     for row in rows:
         for boundary in row:
+            whole = isinstance(boundary, int | np.integer) and not isinstance(boundary, bool)
             require(
-                boundary in boundaries,
+                whole and boundary in boundaries,
                 "exits",
                 list(row),
                 f"must be among this model's exit boundaries {boundaries}",

@@ -36,7 +36,7 @@ GRADING = "grading"  # key of a model's compiled evaluation in its cache
 def load(
     source: str | os.PathLike, *, tokenizer: str | None = None, dtype: str | None = None
 ) -> LanguageModel:
-    """Load the model of a run's workdir, of a Hugging Face folder, or of a name on the Hub.
+    """Load the model of a run's workdir, a Hugging Face folder, a GGUF file, or a name.
 
     Arguments and errors are those of `checkpoint.language_model.load`.
     """
@@ -112,8 +112,11 @@ def tune(
       ConfigError, DataError, CheckpointError: as `train.loop.fit`.
       KeyboardInterrupt: a signal stopped the training; with a workdir, the same call resumes it.
     """
-    named = isinstance(text, str | Sequence) and all(isinstance(one, str) for one in text)
-    require(named, "text", text, "must be files, globs, or sources by name")
+    named = _named(text)
+    require(named is not None, "text", text, "must be files, globs, or sources by name")
+    listed = isinstance(exits, Sequence | set | frozenset) and not isinstance(exits, str)
+    allowed = "must be a list of the boundaries to tune, such as [4, 8]"
+    require(listed and len(exits) > 0, "exits", exits, allowed)
     have = {e.boundary for e in model.config.exits}
     tuned = sorted({*exits})
     with tempfile.TemporaryDirectory() as folder:
@@ -122,7 +125,7 @@ def tune(
         values = dict(
             model={"exits": [{"boundary": n, "head": "own"} for n in tuned if n not in have]},
             data={
-                "source": (text,) if isinstance(text, str) else tuple(text),
+                "source": named,
                 "length": min(length, model.config.context_length),
                 "validation_fraction": 0.0,  # `grade` measures exits
             },
@@ -146,13 +149,26 @@ def _batches(
     require_count("length", length)
     require_count("tokens", tokens)
     length = min(length, model.config.context_length)
-    source = data.source(text) if isinstance(text, str | Sequence) else text
+    named = _named(text)
+    readable = all(hasattr(text, name) for name in ("documents", "describe"))
+    allowed = "must be files, globs, or a data.Source"
+    require(named is not None or readable, "text", text, allowed)
+    source: Any = text if named is None else data.source(named)
     with tempfile.TemporaryDirectory() as folder:
         packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
         batches = data.batches(
             packed.split("train"), BATCH, length, limit=-(-tokens // (BATCH * length))
         )
         yield (strip(batch, False) for batch in batches)
+
+
+def _named(text: Any) -> tuple[str, ...] | None:
+    """Return paths, globs or names of sources as a tuple, None for anything else."""
+    parts = [text] if isinstance(text, str | os.PathLike) else text
+    if not isinstance(parts, list | tuple):
+        return None
+    each = all(isinstance(one, str | os.PathLike) for one in parts)
+    return tuple(str(os.fspath(one)) for one in parts) if each else None
 
 
 def grade(
@@ -166,12 +182,12 @@ def grade(
 
     Args:
       text: files, globs, or any `data.Source`.
-      tokens: maximum tokens of it, evenly spaced.
+      tokens: tokens of it that are measured, evenly spaced, in whole batches of 16 windows.
       length: tokens of a window of text.
 
     Raises:
       DataError: for text that is empty.
-      ConfigError: for counts below 1.
+      ConfigError: for counts below 1, or another kind of text.
     """
     mesh = known_mesh(MeshConfig())
     if GRADING not in model.cache:
@@ -233,6 +249,8 @@ def generator_of(model: LanguageModel, engine: EngineOptions | str) -> Generator
 
 
 def _threshold(model: LanguageModel, agreement: float) -> tuple[float, ...]:
+    number = isinstance(agreement, int | float) and not isinstance(agreement, bool)
+    require(number, "agreement", agreement, "must be a number in [0, 1]")
     if model.calibration is None:
         raise ConfigError(
             f"agreement = {agreement!r}: requires a model that calibrate() returned in this "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import secrets
 from collections.abc import AsyncGenerator, Sequence
 from typing import NamedTuple, TypeVar
@@ -16,7 +17,7 @@ from eejax.inference.request import EngineRequest, FinishReason, Token
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import MAX_STOP_TOKENS
 from eejax.models.config import ModelConfig
-from eejax.serving.messages import EngineReady
+from eejax.serving.messages import Build, BuiltEngine, EngineReady
 from eejax.serving.metrics import ChoiceMetrics
 from eejax.serving.protocol import GenerationRequest
 from eejax.serving.service import EngineUnavailable, Service
@@ -75,6 +76,21 @@ def check_defaults(name: str, config: ModelConfig, defaults: ExitDefaults) -> No
     fix = "`eejax calibrate` trains routers." if defaults.gate == "router" else ""
     allowed = f"must be one of {', '.join(map(repr, gates))}"
     require(defaults.gate in gates, f"gate of {name!r}", defaults.gate, allowed, fix)
+
+
+def checked_build(build: Build, name: str, defaults: ExitDefaults) -> Build:
+    """Return a build that checks a model's defaults before an engine is compiled.
+
+    Arguments and errors are those of `check_defaults`. A fleet has no defaults.
+    """
+    return functools.partial(_build_checked, build, name, defaults)
+
+
+def _build_checked(build: Build, name: str, defaults: ExitDefaults) -> BuiltEngine:
+    built = build()
+    if built.fleet is None:
+        check_defaults(name, built.config, defaults)
+    return built
 
 
 class ChoiceDelta(NamedTuple):

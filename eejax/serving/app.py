@@ -63,7 +63,10 @@ def app(
             return body_too_large(options.body).response
         message = str(error.detail)
         if message == "There was an error parsing the body":
-            message = "the body cannot be read as JSON in UTF-8."
+            message = (
+                "the body cannot be read: it is no JSON in UTF-8, nested too deeply, or has a "
+                "number of too many digits."
+            )
         response = APIError(error.status_code, message).response
         response.headers.update(error.headers or {})
         return response

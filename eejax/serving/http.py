@@ -351,11 +351,14 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
         return APIError(400, "the body is not JSON: " + str(first.get("ctx", {}).get("error", "")))
     if first["type"] == "value_error":
         return APIError(400, message, param=re.split("[ :]", message)[0])
+    if not where:
+        message = (
+            "the body must be a JSON object, with Content-Type: application/json and names of "
+            "fields in Unicode."
+        )
+        return APIError(400, message)
     if first["type"] == "missing":
         return APIError(400, f"{where}: is required.", param=param)
-    if not where:
-        message = "the body must be a JSON object, with Content-Type: application/json."
-        return APIError(400, message)
     if first["type"] == "extra_forbidden":
         return APIError(400, f"{where}: is not a field of this request.", param=param)
     value = json.dumps(first.get("input"), default=str)

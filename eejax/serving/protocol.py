@@ -116,7 +116,7 @@ class GenerationRequest(RequestModel):
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     presence_penalty: Nullable[float] = Field(0.0, ge=-2, le=2)
     frequency_penalty: Nullable[float] = Field(0.0, ge=-2, le=2)
-    repetition_penalty: Nullable[float] = Field(1.0, gt=0, le=100)
+    repetition_penalty: Nullable[float] = Field(1.0, ge=0.01, le=100)
     logit_bias: (
         Annotated[
             dict[

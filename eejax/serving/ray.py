@@ -27,7 +27,7 @@ from eejax.common.errors import ConfigError, require, require_one_of
 from eejax.common.paths import expanded
 from eejax.data.tokenizer_files import BYTES
 from eejax.gates.confidence import GATES
-from eejax.serving.answers import ExitDefaults, check_defaults
+from eejax.serving.answers import ExitDefaults, checked_build
 from eejax.serving.app import app
 from eejax.serving.http import HttpOptions, environment_keys
 from eejax.serving.metrics import ServerMetrics
@@ -98,10 +98,14 @@ class Replica:
         self._id = serve.get_replica_context().replica_id.unique_id
         self._http, self._metrics = http, ReplicaLabels(self._id)
         self._services = {
-            name: Service(model, options, watch=self._metrics.watch(name))
+            name: Service(
+                checked_build(model, name, http.defaults.get(name, ExitDefaults())),
+                options,
+                watch=self._metrics.watch(name),
+            )
             for name, model in models.items()
         }
-        await start(self._services, http.defaults)
+        await start(self._services)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """Return the application; Ray calls this once the services run."""
@@ -130,14 +134,13 @@ class Replica:
         await asyncio.gather(*(service.stop() for service in services))
 
 
-async def start(services: Mapping[str, Service], defaults: Mapping[str, ExitDefaults]) -> None:
-    """Start services by the names of their models, and check the models' exit rules."""
+async def start(services: Mapping[str, Service]) -> None:
+    """Start services by the names of their models. Raises RuntimeError, naming the model."""
     for name, service in services.items():
         try:
-            ready = await service.start()
+            await service.start()
         except RuntimeError as error:
             raise RuntimeError(f"{name}: {error}") from error
-        check_defaults(name, ready.config, defaults.get(name, ExitDefaults()))
 
 
 class ReplicaHeader:

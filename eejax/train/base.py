@@ -31,7 +31,14 @@ from eejax.checkpoint.model import (
     load_run_tokenizer,
     model_config,
 )
-from eejax.common.errors import CheckpointError, DataError, require, require_count
+from eejax.common.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    remedy,
+    require,
+    require_count,
+)
 from eejax.common.paths import expanded
 from eejax.data.tokenizer_files import load_tokenizer
 from eejax.data.tokenizers import Tokenizer, save_tokenizer
@@ -173,7 +180,12 @@ def _keep(tokenizer: Tokenizer, workdir: pathlib.Path) -> None:
     Raises `ConfigError` while another process uses the workdir.
     """
     folder = workdir / TOKENIZER
-    workdir.mkdir(parents=True, exist_ok=True)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"workdir = {os.fspath(workdir)!r}: cannot be made ({error.strerror}): {remedy(error)}."
+        ) from error
     with only_user(workdir):
         if folder.is_dir():
             if has_checkpoint(workdir):

@@ -106,9 +106,11 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         '{"prompt": "a", "seed": ' + "9" * 5000 + "}",
         '{"prompt": ' + "[" * 100_000,
         '{"prompt": "a", "threshold": 1' + "0" * 400 + "}",
+        '{"prompt": "a", "drafts": 2}',
+        '{"prompt": "a", "temperature": [0.5]}',
     ]
     told, order, _, status = batch(lines, "--notune")
-    assert status == 1 and sorted(order) == [*range(1, 15)]
+    assert status == 1 and sorted(order) == [*range(1, 17)]
     assert told[1]["finish"] == "length"
     for line, what in {
         2: "JSON",
@@ -122,6 +124,8 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         12: "JSON",
         13: "JSON",
         14: "threshold",
+        15: "drafts = 2: must be at most --drafts",
+        16: "has lists as ['temperature']",
     }.items():
         assert told[line]["finish"].startswith("error: ") and what in told[line]["finish"]
 

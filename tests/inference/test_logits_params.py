@@ -238,7 +238,7 @@ def test_who_is_put_back_goes_on_with_its_penalties(engine, texts):
     [
         (dict(presence=101), r"presence = 101: must be a number in \[-100, 100\]"),
         (dict(frequency=float("nan")), "frequency = nan"),
-        (dict(repetition=0), r"repetition = 0: must be a number in \(0, 100\]"),
+        (dict(repetition=0), r"repetition = 0: must be a number in \[0.01, 100\]"),
         (dict(min_tokens=-1), "min_tokens = -1: must be an integer of at least 0"),
         (dict(top_logprobs=21), "top_logprobs = 21: must be at most 20"),
         (dict(biases={V: 1.0}), rf"biases = {V}: must be of token ids in 0..{V - 1}"),

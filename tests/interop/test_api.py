@@ -115,6 +115,32 @@ def test_a_grade_is_the_mean_loss_of_every_exit(small_run, tmp_path):
         model.grade(str(tmp_path / "none.txt"))
 
 
+def test_paths_are_text_and_wrong_arguments_are_named(small_run, tmp_path):
+    model, text = eejax.load(small_run), tmp_path / "a.txt"
+    text.write_text("def f(x):\n    return x + 1\n")
+    assert model.grade(text, length=64) == model.grade([str(text)], length=64)
+    for wrong in (None, 5, b"a.txt", [text, 1]):
+        for call in (model.grade, model.calibrate, lambda text: model.tune(text, [0])):
+            with pytest.raises(ConfigError, match="^text = .*: must be files, globs"):
+                call(wrong)
+    for wrong in ([], 3, None, "34"):
+        with pytest.raises(ConfigError, match="^exits = .*: must be a list of the boundaries"):
+            model.tune(text, wrong)
+    for wrong in (1, [True], [1.0], []):
+        with pytest.raises(ConfigError, match=r"^boundaries = .*: must be in 0\.\."):
+            model.calibrate(text, boundaries=wrong)
+    with pytest.raises(ConfigError, match="^every = 0: must be an integer"):
+        model.calibrate(text, every=0)
+    with pytest.raises(ConfigError, match="^workdir = .*a.txt': cannot be made"):
+        model.tune(text, [0], workdir=text, steps=1, batch_size=1, length=16)
+    with pytest.raises(ConfigError, match="^path = None: must be the path"):
+        eejax.load(None)
+    for wrong in (True, "0.9", [0.9]):
+        calibrated = dataclasses.replace(model, calibration=object())
+        with pytest.raises(ConfigError, match="^agreement = .*: must be a number in"):
+            calibrated.generate("a", agreement=wrong)
+
+
 def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path):
     model = eejax.load(small_run)
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)

@@ -204,6 +204,7 @@ async def test_conversations_by_the_models_template(service):
         (dict(prompt="a" * 10**5), 400, "prompt", "prompt = 100000 bytes: must have at most"),
         (dict(prompt="\ud800"), 400, "prompt", "prompt: the text has a lone surrogate"),
         (dict(prompt=None), 400, "prompt", "prompt: is required."),
+        (dict(repetition_penalty=1e-30), 400, "repetition_penalty", "repetition_penalty = 1e-30"),
         (dict(prompt=[-1]), 400, "prompt", "prompt.0 = -1: Input should be greater than"),
         (dict(thresholds=2), 400, "thresholds", "thresholds = 2: Input should be less than"),
         (dict(stop=["a"] * 17), 400, "stop", "stop = "),
@@ -299,6 +300,8 @@ async def test_keys_sizes_and_ids(service):
         assert "JSON in UTF-8" in broken.json()["error"]["message"]
         broken = await client.post("/v1/completions", content=b"{", headers=headers)
         assert broken.status_code == 400 and "not JSON" in broken.json()["error"]["message"]
+        empty = await client.post("/v1/completions", headers=headers)
+        assert empty.status_code == 400 and "must be a JSON object" in empty.text
 
 
 @run

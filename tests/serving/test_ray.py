@@ -26,7 +26,7 @@ from served import DIE, STALL, Scripted, said
 from eejax.checkpoint.model import load_run
 from eejax.common.errors import ConfigError
 from eejax.inference import Generator
-from eejax.serving.answers import ExitDefaults
+from eejax.serving.answers import ExitDefaults, checked_build
 from eejax.serving.service import Service
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
@@ -458,11 +458,12 @@ def test_a_replica_checks_exit_rules_against_its_models(rules, told, monkeypatch
     from eejax.serving.ray import start
 
     async def begin():
-        service = Service(Scripted())
+        service = Service(checked_build(Scripted(), "m", ExitDefaults(*rules)))
         try:
-            await start({"m": service}, {"m": ExitDefaults(*rules)})
+            await start({"m": service})
         finally:
             await service.stop()
 
-    with pytest.raises(ConfigError, match=f"^{re.escape(told)}") if told else nullcontext():
+    message = f"m: the engine did not start: {re.escape(told)}"
+    with pytest.raises(RuntimeError, match=message) if told else nullcontext():
         asyncio.run(begin())

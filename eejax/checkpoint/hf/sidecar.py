@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -91,6 +92,12 @@ def open_sidecar(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
     """
     file = path / SETTINGS
     if not file.is_file():
+        if (path / WEIGHTS).is_file():
+            warnings.warn(
+                f"{path}: {WEIGHTS} is not read, because {SETTINGS} is missing beside it: the "
+                "model has no exits. Copy that file too, or remove this one.",
+                stacklevel=4,
+            )
         return None
     values = read_json(file)
     for name, kinds, what in (
