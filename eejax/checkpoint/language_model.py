@@ -151,9 +151,10 @@ def load(
     mesh: Mesh | None = None,
     watch: Callable[[str], None] | None = None,
 ) -> LanguageModel:
-    """Load the model of a run's workdir, of a Hugging Face folder, or of a name on the Hub.
+    """Load the model of a run's workdir, a Hugging Face folder, a GGUF file, or a name.
 
     Args:
+      source: a path, a name of `hf.packages.PACKAGES` such as "smollm2", or one on the Hub.
       tokenizer: "bytes", a file or a folder, if the model has no tokenizer.
       dtype: dtype in which a pretrained model is computed, float32 by default. A run has its own
         tokenizer and dtype and takes neither.
@@ -174,7 +175,8 @@ def load(
             require(value is None, name, value, f"must be None: {path} is a run with its own", fix)
         return load_run(path, mesh=mesh)
     path = fetched(source)
-    found = load_pretrained(path, dtype=dtype or "float32", mesh=mesh, watch=watch)
+    dtype = "float32" if dtype is None else dtype
+    found = load_pretrained(path, dtype=dtype, mesh=mesh, watch=watch)
     own = tokenizer_of(path, found.raw, found.config.vocab_size, tokenizer)
     metadata = {"pretrained": found.facts}
     return LanguageModel(found.config, found.params, own, source=path, metadata=metadata)

@@ -11,11 +11,13 @@ from typing import Any, Protocol
 import numpy as np
 
 from eejax.checkpoint.arrays import SafeTensors
+from eejax.checkpoint.hf.gguf_file import GgufFile
 from eejax.checkpoint.hf.torch_file import TorchFile
 from eejax.common.errors import CheckpointError
 
 CONFIG = "config.json"
-FILES = ("model.safetensors", "pytorch_model.bin")
+GGUF = "model.gguf"
+FILES = ("model.safetensors", "pytorch_model.bin", GGUF)
 """Weights in one file; `<name>.index.json` lists the files if there are several."""
 
 
@@ -97,7 +99,8 @@ class Folder:
 
 
 def open_tensors(path: pathlib.Path) -> Tensors:
-    return SafeTensors(path) if path.suffix == ".safetensors" else TorchFile(path)
+    kinds = {".safetensors": SafeTensors, ".gguf": GgufFile}
+    return kinds.get(path.suffix, TorchFile)(path)
 
 
 def brief(names: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""Import of a pretrained model: a Hugging Face folder, or its name on the Hub."""
+"""Import of a pretrained model: a Hugging Face folder, a GGUF file, or its name."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from eejax.checkpoint.digest import digest, digest_of, same_model
-from eejax.checkpoint.hf import compare, generation, probe, sidecar
+from eejax.checkpoint.hf import compare, generation, packages, probe, sidecar
 from eejax.checkpoint.hf.families import FAMILIES, Family
 from eejax.checkpoint.hf.fields import Raw
 from eejax.checkpoint.hf.folder import CONFIG, Folder, brief, read_json
+from eejax.checkpoint.hf.gguf_folder import gguf_folder
 from eejax.checkpoint.hf.layouts import Rule
 from eejax.common.axes import MODEL
 from eejax.common.errors import CheckpointError, require_one_of
@@ -111,8 +112,8 @@ def load_pretrained(
     do not determine it, and otherwise a warning describes the guess.
 
     Args:
-      source: the folder, or a name such as "HuggingFaceTB/SmolLM2-135M", which huggingface_hub
-        fetches.
+      source: the folder, a GGUF file, a name of `packages.PACKAGES`, or a name such as
+        "HuggingFaceTB/SmolLM2-135M", which huggingface_hub fetches.
       mesh: mesh of devices.
       dtype: dtype of parameters and computation ("float32" to train; "bfloat16" halves the memory).
         Norm scales, biases and routers stay float32.
@@ -311,6 +312,10 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
     path = expanded(source)
     if (path / CONFIG).is_file():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        return gguf_folder(path)
+    if not path.exists() and (packaged := packages.find(os.fspath(source))) is not None:
+        return gguf_folder(packaged)
     if path.exists():
         raise CheckpointError(f"{path}: is no model: it has no {CONFIG}.")
     name = os.fspath(source)

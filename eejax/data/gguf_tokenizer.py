@@ -1,0 +1,144 @@
+"""Tokenizers in the metadata of GGUF files, written as the files that `load_tokenizer` reads."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from eejax.common.errors import DataError
+from eejax.data.tokenizer_settings import CONFIG
+from eejax.data.tokenizers import JSON, MODEL, write_json
+
+# Types of tokens (llama.cpp's llama_token_type, which are those of SentencePiece).
+_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_BPE = 2  # SentencePiece's type of model
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+_PATTERNS = {
+    "gpt-2": None,
+    "smollm": None,
+    "llama-bpe": _LLAMA3,
+    "qwen2": _QWEN2,
+    "tekken": _TEKKEN,
+}
+"""Patterns that cut texts before merges apply, by `tokenizer.ggml.pre`; None for GPT-2's."""
+_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is taken without merges
+_BEGIN_BPE = ("llama-bpe", "tekken")  # texts begin with `bos` if the file does not say
+
+
+def write_tokenizer(metadata: Mapping[str, Any], folder: str | os.PathLike) -> None:
+    """Write a GGUF file's tokenizer into a folder, with its special tokens and chat template.
+
+    Args:
+      metadata: key-value pairs of the file; those called `tokenizer.*` are read.
+      folder: an existing folder.
+
+    Raises:
+      DataError: a tokenizer of another kind.
+    """
+    folder, own = pathlib.Path(folder), _Fields(metadata)
+    kind, tokens, types = own("model"), own("tokens"), own("token_type")
+    if kind not in ("gpt2", "llama"):
+        raise DataError(f"tokenizer.ggml.model = {kind!r}: must be 'gpt2' or 'llama'.")
+    if not isinstance(tokens, list) or (types and len(types) != len(tokens)):
+        raise DataError("tokenizer.ggml.tokens: must be a list, with a token_type for each.")
+    types = types or [1] * len(tokens)
+    if kind == "gpt2":
+        (folder / JSON).write_text(_json_definition(own, tokens, types), encoding="utf-8")
+        begins = own("add_bos_token", own("pre") in _BEGIN_BPE)
+    else:
+        (folder / MODEL).write_bytes(_pieces(own, tokens, types))
+        begins = own("add_bos_token", True)
+    settings = {
+        f"{name}_token": tokens[i]
+        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
+        if isinstance(i := own(f"{key}_token_id"), int) and 0 <= i < len(tokens)
+    }
+    settings["add_bos_token"] = bool(begins)
+    if (template := metadata.get("tokenizer.chat_template")) is not None:
+        settings["chat_template"] = template
+    write_json(os.fspath(folder / CONFIG), settings)
+
+
+class _Fields:
+    """The fields `tokenizer.ggml.*`."""
+
+    def __init__(self, metadata: Mapping[str, Any]):
+        self._metadata = metadata
+
+    def __call__(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"tokenizer.ggml.{name}", default)
+
+
+def _json_definition(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> str:
+    """Return the contents of a tokenizer.json."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
+    from tokenizers import pre_tokenizers as cuts
+
+    pre = own("pre")
+    if pre not in _PATTERNS:
+        raise DataError(
+            f"tokenizer.ggml.pre = {pre!r}: must be among {', '.join(_PATTERNS)}. Name the model's "
+            "own tokenizer, or a folder that has it."
+        )
+    vocabulary = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
+    merges = [(a, b) for a, _, b in (merge.partition(" ") for merge in own("merges", []))]
+    try:
+        made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
+    except Exception as error:  # of the library, which has no class of its own
+        raise DataError(f"tokenizer.ggml.merges: do not fit the tokens ({error}).") from error
+    pattern = _PATTERNS[pre]
+    cut: list[Any] = [cuts.Digits(individual_digits=True)] if pre == "smollm" else []
+    if pattern is not None:
+        cut.append(cuts.Split(Regex(pattern), "isolated"))
+    cut.append(cuts.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    made.pre_tokenizer = cuts.Sequence(cut)
+    if pre == "qwen2":
+        made.normalizer = normalizers.NFC()
+    made.decoder = decoders.ByteLevel()
+    for kind, add in ((_CONTROL, made.add_special_tokens), (_USER_DEFINED, made.add_tokens)):
+        names = (t for t, own_kind in zip(tokens, types, strict=True) if own_kind == kind)
+        add([AddedToken(name, normalized=False, special=kind == _CONTROL) for name in names])
+    return made.to_str()
+
+
+def _pieces(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> bytes:
+    """Return a SentencePiece model."""
+    try:
+        from sentencepiece.sentencepiece_model_pb2 import (
+            ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
+        )
+    except ImportError as error:
+        raise DataError(
+            "the tokenizer of this GGUF file needs sentencepiece and protobuf: "
+            "pip install 'eejax[gguf]'."
+        ) from error
+    scores = own("scores") or [-float(i) for i in range(len(tokens))]
+    model = ModelProto()
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        model.pieces.add(piece=token, score=score, type=int(kind))
+    trainer, normalizer = model.trainer_spec, model.normalizer_spec
+    trainer.model_type, trainer.vocab_size = _BPE, len(tokens)
+    trainer.byte_fallback = any(kind == 6 for kind in types)
+    for name, key in (("unk", "unknown"), ("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
+        i = own(f"{key}_token_id")
+        there = isinstance(i, int) and 0 <= i < len(tokens)
+        setattr(trainer, f"{name}_id", i if there else -1)
+        if there:
+            setattr(trainer, f"{name}_piece", tokens[i])
+    normalizer.name = "identity"
+    normalizer.add_dummy_prefix = bool(own("add_space_prefix", True))
+    normalizer.remove_extra_whitespaces = bool(own("remove_extra_whitespaces", False))
+    return model.SerializeToString()
