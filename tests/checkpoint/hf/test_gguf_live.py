@@ -1,0 +1,84 @@
+"""SmolLM2 of an installed package, beside transformers' own reading of the same GGUF file."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import jax
+import numpy as np
+import pytest
+
+import eejax
+from eejax.checkpoint.hf import packages
+from eejax.common.errors import CheckpointError
+from eejax.data.chat import ChatTemplate, find
+from eejax.inference import Generator
+from eejax.models import exits, transformer
+
+pytestmark = pytest.mark.slow
+transformers = pytest.importorskip("transformers", reason="needs transformers (make bench-env)")
+torch = pytest.importorskip("torch", reason="needs torch (make bench-env)")
+
+LENGTH, NEW = 160, 64
+BOOKS = ("moby_dick", "pride_and_prejudice", "two_cities", "great_expectations")
+
+
+@pytest.fixture(scope="module")
+def file():
+    try:
+        return packages.find("smollm2")
+    except CheckpointError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def model(file, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EEJAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield eejax.load("smollm2")
+
+
+@pytest.fixture(scope="module")
+def theirs(file):
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    return read(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+
+
+def test_logits_of_twenty_texts(model, theirs, eejax_data):
+    rng = np.random.default_rng(0)
+    texts = [(eejax_data / "books" / f"{name}.txt").read_text() for name in BOOKS]
+    texts = [text[i : i + 4000] for text in texts for i in rng.integers(0, len(text) - 4000, 5)]
+
+    @jax.jit
+    def logits(params, ids):
+        h = transformer.exit_states(params, model.config, ids, which=[0])[0]
+        return exits.logits(exits.head(params, model.config, 0), h)
+
+    for text in texts:
+        ids = model.tokenizer.encode(text)[None, :LENGTH]
+        assert ids.shape == (1, LENGTH)
+        ours = np.asarray(logits(model.params, ids))[0]
+        with torch.no_grad():
+            expected = theirs(torch.asarray(ids.astype(np.int64))).logits[0].numpy()
+        bound = 1e-3 * (expected.max() - expected.min())
+        assert np.abs(ours - expected).max() <= bound
+
+
+def test_greedy_answers_to_twenty_chats(model, theirs, eejax_data):
+    lines = (eejax_data / "spec_bench" / "question.jsonl").read_text().splitlines()
+    asked = [json.loads(line)["turns"][0] for line in random.Random(1).sample(lines, 60)]
+    asked = [text for text in asked if len(text) < 600][:20]
+    assert len(asked) == 20
+    template = ChatTemplate(*find(model.source, model.tokenizer))
+    generator = Generator.make(model.params, model.config, "full")
+    for text in asked:
+        asked_for = template.render([{"role": "user", "content": text}])
+        ids = model.tokenizer.encode_marked(asked_for).tolist()
+        ours = generator.generate([ids], NEW, stop_token_ids=model.tokenizer.end_ids)
+        with torch.no_grad():
+            found = theirs.generate(
+                torch.asarray([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=[0, 2]
+            )
+        expected = found[0, len(ids) :].tolist()
+        assert ours.tokens[0, : ours.lengths[0]].tolist() == expected
