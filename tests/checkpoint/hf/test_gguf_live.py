@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import unicodedata
 
 import jax
 import numpy as np
@@ -82,3 +83,32 @@ def test_greedy_answers_to_twenty_chats(model, theirs, eejax_data):
             )
         expected = found[0, len(ids) :].tolist()
         assert ours.tokens[0, : ours.lengths[0]].tolist() == expected
+
+
+ODD = [
+    *(" ", "  ", "\n", "\t", "\r\n", "'s", "don't", "Hello", "world", "a", "B", "_", "$", "=="),
+    *("é", "É", "ß", "中", "文字", "🙂", "👩\u200d👧", "ﬁ", "\u00a0", "\u2028", "«", "—", "ا"),
+    *("0", "12", "345", "3.14", "½", "٣", "²", "हि", "\u0301", "%", "def f(x):", "</s>"),
+    "<|im_start|>",
+]
+
+
+def test_ten_thousand_odd_strings(model, file):
+    """transformers does not read `tokenizer.ggml.pre`: here it gets each numeral by itself, as
+    llama.cpp cuts SmolLM's texts (llama-vocab.cpp)."""
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    rng, differ = random.Random(0), []
+    for _ in range(10_000):
+        text = "".join(rng.choice(ODD) for _ in range(rng.randint(0, 20)))
+        parts = [[]]
+        for c in text:
+            alone = unicodedata.category(c).startswith("N")
+            parts += [[c], []] if alone else []
+            if not alone:
+                parts[-1].append(c)
+        expected = [
+            i for part in parts for i in theirs("".join(part), add_special_tokens=False).input_ids
+        ]
+        if model.tokenizer.encode(text, allow_special=True).tolist() != expected:
+            differ.append(text)
+    assert not differ
