@@ -168,7 +168,7 @@ def parsed(number: int, text: str) -> Line:
         return Line(number, wants, 'must have a text as "prompt"')
     lists = [name for name, value in wants.items() if isinstance(value, list | dict)]
     if lists and lists != ["threshold"]:
-        return Line(number, wants, f"has lists as {lists}: must have one number as each")
+        return Line(number, wants, f"has a list for {lists}: each must be one number")
     drafts = wants.get("drafts")
     if isinstance(drafts, int) and drafts > _OPTIONS["drafts"]:
         return Line(number, wants, f"has drafts = {drafts}: must be at most --drafts")

@@ -28,7 +28,7 @@ from eejax.experiments import field_flags, launch
 from eejax.gates.confidence import GATES
 
 _MODEL = flags.DEFINE_string(
-    "model", None, "A run's workdir, a Hugging Face folder, or a name on the Hub."
+    "model", None, "A run's workdir, a Hugging Face folder, a GGUF file, or a name."
 )
 _TASKS = flags.DEFINE_list("tasks", None, "Names of tasks, groups of them, or patterns.")
 _INCLUDE = flags.DEFINE_string("include_path", None, "A folder of more tasks.")

@@ -37,7 +37,7 @@ from eejax.sharding.mesh import MeshConfig
 WITH_OBJECTIVE = "With --objective: "
 
 _MODEL = flags.DEFINE_multi_string(
-    "model", [], "NAME=PATH: a run's workdir, a Hugging Face folder, or a name on the Hub."
+    "model", [], "NAME=PATH: a run's workdir, a Hugging Face folder, a GGUF file, or a name."
 )
 _THRESHOLDS = flags.DEFINE_multi_string(
     "thresholds",

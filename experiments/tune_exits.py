@@ -34,7 +34,7 @@ for _argument in sys.argv[1:]:  # before reading the file, which lacks these sec
 _DEFAULT = config_files.FOLDER / "tune_exits.py"
 _CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "Settings of the training.")
 _BASE = flags.DEFINE_string(
-    "base", None, "The model: a run's workdir, a Hugging Face folder or a name on the Hub."
+    "base", None, "The model: a run's workdir, a Hugging Face folder, a GGUF file or a name."
 )
 _BASE_STEP = flags.DEFINE_integer("base_step", None, "A run's checkpoint, by default the newest.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it does not exist.")

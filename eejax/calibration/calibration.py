@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -139,11 +140,11 @@ def calibrate_model(
     require_count("every", every)
     if boundaries is None:
         boundaries = sorted(given - {config.n_layers}) or boundaries_for(config, every)
-    whole = isinstance(boundaries, Sequence) and all(
-        isinstance(b, int) and not isinstance(b, bool) for b in boundaries
+    listed = isinstance(boundaries, Sequence | np.ndarray) and all(
+        isinstance(b, numbers.Integral) and not isinstance(b, bool) for b in boundaries
     )
     require(
-        whole
+        listed
         and len(set(boundaries)) == len(boundaries) > 0
         and all(b in range(config.n_layers) for b in boundaries),
         "boundaries",

@@ -11,7 +11,7 @@ from eejax.common.errors import ConfigError
 def expanded(path: str | os.PathLike) -> pathlib.Path:
     """Return a path with the home folder in place of its `~` or `~user`.
 
-    Raises `ConfigError`, naming the path, if that folder is unknown, or for what is no path.
+    Raises `ConfigError`, naming the path, if that folder is unknown, or if it is not a path.
     """
     try:
         return pathlib.Path(path).expanduser()

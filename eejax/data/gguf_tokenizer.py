@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eejax.common.errors import DataError
+from eejax.data.sentencepiece import parse_model
 from eejax.data.tokenizer_settings import CONFIG
 from eejax.data.tokenizers import JSON, MODEL, write_json
 
 # Types of tokens (llama.cpp's llama_token_type, which are those of SentencePiece).
-_CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_SPACE = "\u2581"
 _BPE = 2  # SentencePiece's type of model
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -33,9 +35,9 @@ _PATTERNS = {
     "qwen2": _QWEN2,
     "tekken": _TEKKEN,
 }
-"""Patterns that cut texts before merges apply, by `tokenizer.ggml.pre`; None for GPT-2's."""
-_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is taken without merges
-_BEGIN_BPE = ("llama-bpe", "tekken")  # texts begin with `bos` if the file does not say
+"""Patterns of pre-tokenizers by `tokenizer.ggml.pre`; None for GPT-2's."""
+_IGNORE_MERGES = ("llama-bpe", "tekken")  # a word that is a token is taken without merges
+_ADD_BOS = ("llama-bpe", "tekken")  # texts begin with `bos` if the file does not say
 
 
 def write_tokenizer(metadata: Mapping[str, Any], folder: str | os.PathLike) -> None:
@@ -47,6 +49,7 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: str | os.PathLike) -> N
 
     Raises:
       DataError: a tokenizer of another kind.
+      ImportError: sentencepiece or protobuf is missing for a tokenizer that needs it.
     """
     folder, own = pathlib.Path(folder), _Fields(metadata)
     kind, tokens, types = own("model"), own("tokens"), own("token_type")
@@ -57,14 +60,17 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: str | os.PathLike) -> N
     types = types or [1] * len(tokens)
     if kind == "gpt2":
         (folder / JSON).write_text(_json_definition(own, tokens, types), encoding="utf-8")
-        begins = own("add_bos_token", own("pre") in _BEGIN_BPE)
+        begins = own("add_bos_token", own("pre") in _ADD_BOS)
     else:
-        (folder / MODEL).write_bytes(_pieces(own, tokens, types))
+        (folder / MODEL).write_bytes(_sentencepiece_model(own, tokens, types))
         begins = own("add_bos_token", True)
+    if own("add_eos_token", False):
+        raise DataError("tokenizer.ggml.add_eos_token = True: no token is added behind a text.")
+    usual = dict(bos=1, eos=2, unknown=0) if kind == "llama" else {}
     settings = {
         f"{name}_token": tokens[i]
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if isinstance(i := own(f"{key}_token_id"), int) and 0 <= i < len(tokens)
+        if isinstance(i := own(f"{key}_token_id", usual.get(key)), int) and 0 <= i < len(tokens)
     }
     settings["add_bos_token"] = bool(begins)
     if (template := metadata.get("tokenizer.chat_template")) is not None:
@@ -85,7 +91,7 @@ class _Fields:
 def _json_definition(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> str:
     """Return the contents of a tokenizer.json."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers import pre_tokenizers as cuts
+    from tokenizers import pre_tokenizers as pre_tokenizers
 
     pre = own("pre")
     if pre not in _PATTERNS:
@@ -96,15 +102,15 @@ def _json_definition(own: _Fields, tokens: Sequence[str], types: Sequence[int]) 
     vocabulary = {t: i for i, t in enumerate(tokens) if types[i] != _UNUSED}
     merges = [(a, b) for a, _, b in (merge.partition(" ") for merge in own("merges", []))]
     try:
-        made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _WHOLE_WORDS))
+        made = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=pre in _IGNORE_MERGES))
     except Exception as error:  # of the library, which has no class of its own
         raise DataError(f"tokenizer.ggml.merges: do not fit the tokens ({error}).") from error
     pattern = _PATTERNS[pre]
-    cut: list[Any] = [cuts.Digits(individual_digits=True)] if pre == "smollm" else []
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
     if pattern is not None:
-        cut.append(cuts.Split(Regex(pattern), "isolated"))
-    cut.append(cuts.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
-    made.pre_tokenizer = cuts.Sequence(cut)
+        steps.append(pre_tokenizers.Split(Regex(pattern), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    made.pre_tokenizer = pre_tokenizers.Sequence(steps)
     if pre == "qwen2":
         made.normalizer = normalizers.NFC()
     made.decoder = decoders.ByteLevel()
@@ -114,26 +120,28 @@ def _json_definition(own: _Fields, tokens: Sequence[str], types: Sequence[int]) 
     return made.to_str()
 
 
-def _pieces(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> bytes:
-    """Return a SentencePiece model."""
-    try:
-        from sentencepiece.sentencepiece_model_pb2 import (
-            ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
-        )
-    except ImportError as error:
-        raise DataError(
-            "the tokenizer of this GGUF file needs sentencepiece and protobuf: "
-            "pip install 'eejax[gguf]'."
-        ) from error
+def _sentencepiece_model(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> bytes:
+    """Return the contents of a SentencePiece model.
+
+    llama.cpp writes the unknown token as a control token, and spaces in user-defined tokens as
+    spaces (convert_hf_to_gguf.py); SentencePiece wants a token of the type unknown, and U+2581.
+    """
+    from sentencepiece.sentencepiece_model_pb2 import (
+        ModelProto,  # pyright: ignore[reportAttributeAccessIssue]
+    )
+
     scores = own("scores") or [-float(i) for i in range(len(tokens))]
+    unknown = own("unknown_token_id", 0)
     model = ModelProto()
-    for token, score, kind in zip(tokens, scores, types, strict=True):
-        model.pieces.add(piece=token, score=score, type=int(kind))
+    for i, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
+        kind = _UNKNOWN if i == unknown else _CONTROL if kind == _UNKNOWN else int(kind)
+        piece = token.replace(" ", _SPACE) if kind == _USER_DEFINED else token
+        model.pieces.add(piece=piece, score=score, type=kind)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     trainer.model_type, trainer.vocab_size = _BPE, len(tokens)
-    trainer.byte_fallback = any(kind == 6 for kind in types)
-    for name, key in (("unk", "unknown"), ("bos", "bos"), ("eos", "eos"), ("pad", "padding")):
-        i = own(f"{key}_token_id")
+    trainer.byte_fallback = _BYTE in types
+    ids = dict(unk=unknown, bos=own("bos_token_id", 1), eos=own("eos_token_id", 2))
+    for name, i in (ids | dict(pad=own("padding_token_id", -1))).items():
         there = isinstance(i, int) and 0 <= i < len(tokens)
         setattr(trainer, f"{name}_id", i if there else -1)
         if there:
@@ -141,4 +149,6 @@ def _pieces(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> bytes:
     normalizer.name = "identity"
     normalizer.add_dummy_prefix = bool(own("add_space_prefix", True))
     normalizer.remove_extra_whitespaces = bool(own("remove_extra_whitespaces", False))
-    return model.SerializeToString()
+    content = model.SerializeToString()
+    parse_model(content)  # raises DataError for a model that the library does not take
+    return content

@@ -66,7 +66,7 @@ def load_tokenizer(
     Raises:
       DataError: there is no usable tokenizer, or a setting beside the file would change ids and is
         not supported.
-      ConfigError: `spec` is no path.
+      ConfigError: `spec` is not a path.
     """
     path = isinstance(spec, str | os.PathLike)
     require(path, "tokenizer", spec, "must be 'bytes', or the path of a file or folder")

@@ -296,10 +296,12 @@ class _Simulation:
         work.steps = 1
         cost, most = self.plan.draft_cost, self.engine.drafts
         drafts = best_drafts(np, self.acceptance, cost, self.max_drafts, most)
+        first = 0
         if self.engine.drafts_at_once:
+            first = 1
             while self.progress.can_start(self.engine.cap, drafts).any():
                 self._advance_segment(0, drafts, work)
-        for e in range(self.engine.drafts_at_once, self.segments):
+        for e in range(first, self.segments):
             self._advance_segment(e, drafts, work)
         if self.progress.in_prefill.any():
             self._advance_prefill(work)

@@ -221,7 +221,7 @@ def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
 
 
 def _draft(runner, options, state, drafts, prompts) -> EngineState:
-    """Run the first segment until the only slot can start no other row.
+    """Run the first segment until the only slot cannot start another row.
 
     A step for each draft would schedule the segments above, and write a record of no token: on a
     small model these many small operations take as long as a layer.
@@ -301,7 +301,8 @@ def _slots_to_draft(options, state: EngineState, e: int, drafts: jax.Array) -> j
 def _run_batch(branches: SegmentBranches, options, demand, carry, prompts):
     """Select the rows that run a segment, and run them: (`SegmentBatch`, the changed carry)."""
     state, e, slots = branches.state, branches.e, branches.state.token.shape[0]
-    # All unfinished requests run it in every step, and a conditional takes time.
+    # All unfinished requests run it in every step, or `_draft` calls this only while its slot can
+    # start a row; and a conditional takes time.
     one_row = slots == 1 and state.pending.input_token.shape[1] == 1
     always = not prompts and (branches.runner.last == 0 or one_row)
     if e == 0 and (always or drafts_at_once(options, slots)):

@@ -117,7 +117,8 @@ class Decoder(abc.ABC):
     ) -> Iterator[GenerationResult]:
         """Yield the growing result: the first token, then those of `chunk` steps (None: all).
 
-        A step emits one token for each request, with drafts none or several. A larger `chunk`
+        A step emits one token for each request, with drafts none or up to `options.max_drafts` + 1
+        (a single request of "speculative" always emits some). A larger `chunk`
         returns less often, and up to that many steps may run for nothing behind a stop string.
 
         Args:

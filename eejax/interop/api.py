@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import numbers
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -231,6 +233,12 @@ def generate(
         )
     if agreement is not None:
         options = {"gate": "router", "threshold": _threshold(model, agreement)} | options
+    if chosen and not model.config.exits:
+        warnings.warn(
+            f"{' and '.join(chosen)}: this model has no early exits, so every token runs all "
+            "layers: calibrate() or tune() gives it some.",
+            stacklevel=2,
+        )
     generator = generator_of(model, engine)
     tokenizer = model.tokenizer
     ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
@@ -249,7 +257,7 @@ def generator_of(model: LanguageModel, engine: EngineOptions | str) -> Generator
 
 
 def _threshold(model: LanguageModel, agreement: float) -> tuple[float, ...]:
-    number = isinstance(agreement, int | float) and not isinstance(agreement, bool)
+    number = isinstance(agreement, numbers.Real) and not isinstance(agreement, bool)
     require(number, "agreement", agreement, "must be a number in [0, 1]")
     if model.calibration is None:
         raise ConfigError(

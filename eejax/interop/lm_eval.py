@@ -55,7 +55,7 @@ class EarlyExitLM(TemplateLM):
     the first token on by the exit that it leaves by.
 
     Args:
-      path: a run's workdir, a Hugging Face folder or a name on the Hub.
+      path: a run's workdir, a Hugging Face folder, a GGUF file or a name.
       exit: boundary in layers of the exit; by default after all layers.
       thresholds: one for all exits, or one for each, as a sequence or as "0.5/0.9".
       gate: as in `ExitPolicy.make`.

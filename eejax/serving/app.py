@@ -64,8 +64,8 @@ def app(
         message = str(error.detail)
         if message == "There was an error parsing the body":
             message = (
-                "the body cannot be read: it is no JSON in UTF-8, nested too deeply, or has a "
-                "number of too many digits."
+                "the body cannot be read: it is not JSON in UTF-8, is nested too deeply, or has a "
+                "number with too many digits."
             )
         response = APIError(error.status_code, message).response
         response.headers.update(error.headers or {})

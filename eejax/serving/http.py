@@ -353,8 +353,8 @@ def validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
         return APIError(400, message, param=re.split("[ :]", message)[0])
     if not where:
         message = (
-            "the body must be a JSON object, with Content-Type: application/json and names of "
-            "fields in Unicode."
+            "the body must be a JSON object, with Content-Type: application/json and valid Unicode "
+            "field names."
         )
         return APIError(400, message)
     if first["type"] == "missing":

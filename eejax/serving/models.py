@@ -19,7 +19,7 @@ class ServedModel:
     """A model to serve; calling it builds the engine, which takes a while.
 
     Attributes:
-      source: a run's workdir, a Hugging Face folder or a name on the Hub.
+      source: a run's workdir, a Hugging Face folder, a GGUF file or a name.
       tokenizer: "bytes", a file or a folder, for a model without a tokenizer.
       dtype: dtype in which a pretrained model computes, float32 by default.
       slots: requests that a model works on at a time.

@@ -188,7 +188,7 @@ class TrainConfig:
       profile_begin: first step of the profile; not step 1, which compiles.
       profile_steps: steps that are written to profile/ for TensorBoard or Perfetto.
       base: source of the weights (None: they are drawn): the workdir of a run, a Hugging Face
-        folder or a name on the Hub. The model and its tokenizer come from there too.
+        folder, a GGUF file or a name. The model and its tokenizer come from there too.
       base_step: checkpoint of the base if it is a run (None: the newest).
     """
 

@@ -125,7 +125,7 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         13: "JSON",
         14: "threshold",
         15: "drafts = 2: must be at most --drafts",
-        16: "has lists as ['temperature']",
+        16: "has a list for ['temperature']",
     }.items():
         assert told[line]["finish"].startswith("error: ") and what in told[line]["finish"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import gguf
@@ -22,9 +22,10 @@ def write_gguf(
     more: Mapping[str, Any] = {},
     tokenizer: Mapping[str, Any] = {},
     factors: np.ndarray | None = None,
+    without: Collection[str] = (),
 ) -> pathlib.Path:
     """Write the model of `folder`. `more` has further settings of the architecture, `factors`
-    those of its rotary frequencies, and matrices are of `kind`."""
+    those of its rotary frequencies, matrices are of `kind`, and settings `without` are left out."""
     config = json.loads((folder / "config.json").read_text())
     name = KINDS.get(config["model_type"], config["model_type"])
     arch = next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == name)
@@ -52,7 +53,8 @@ def write_gguf(
     if config.get("sliding_window") and name in ("gemma2", "gemma3", "phi3"):
         writer.add_sliding_window(config["sliding_window"])
     if name == "gemma2":
-        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+        if "attn_logit_softcapping" not in without:
+            writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
         writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     for key, value in more.items():
         add(writer, f"{name}.{key}", value)
@@ -115,9 +117,13 @@ def pieces_metadata(model: bytes, **more: Any) -> dict[str, Any]:
     from sentencepiece import sentencepiece_model_pb2 as messages
 
     read = messages.ModelProto.FromString(model)
+    defined = messages.ModelProto.SentencePiece.USER_DEFINED
+    unknown = messages.ModelProto.SentencePiece.UNKNOWN
     return {
         "ggml.model": "llama",
-        "ggml.tokens": [p.piece for p in read.pieces],
+        "ggml.tokens": [
+            p.piece.replace("\u2581", " ") if p.type == defined else p.piece for p in read.pieces
+        ],
         "ggml.scores": [p.score for p in read.pieces],
-        "ggml.token_type": [int(p.type) for p in read.pieces],
+        "ggml.token_type": [3 if p.type == unknown else int(p.type) for p in read.pieces],
     } | {f"ggml.{name}": value for name, value in more.items()}

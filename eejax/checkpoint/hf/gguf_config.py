@@ -13,7 +13,7 @@ from eejax.common.errors import CheckpointError
 from eejax.models.config import RotaryConfig
 from eejax.models.positions import rotary_frequencies
 
-_SIZES = {
+_NAMES = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers",
@@ -23,6 +23,11 @@ _SIZES = {
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "rope.freq_base": "rope_theta",
 }
+_ENDS = (
+    *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>"),
+    *("<EOT>", "_<EOT>"),
+)
+"""Names of tokens that end texts wherever they are in a vocabulary (llama-vocab.cpp)."""
 _SOFTCAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _LARGEST = {"gemma2": 46, "gemma3": 62}
 """Layers of Gemma's models of 27B parameters, whose attention is scaled by width over heads."""
@@ -40,8 +45,12 @@ class _Settings:
         self.unread = set(self.values)
 
     def __call__(self, name: str, default: Any = None) -> Any:
-        self.unread.discard(name)
+        self.ignore(name)
         return self.values.get(name, default)
+
+    def ignore(self, name: str) -> None:
+        """Count a setting as read."""
+        self.unread.discard(name)
 
     def refuse(self, name: str, why: str) -> CheckpointError:
         return self.file.refuse(self.prefix + name, self.values.get(name), why)
@@ -54,25 +63,43 @@ def config_json(file: GgufFile) -> Values:
     """
     settings, shapes = _Settings(file), file.names()
     config: Values = {"model_type": file.architecture.family}
-    for ours, theirs in _SIZES.items():
+    for ours, theirs in _NAMES.items():
         if (value := settings(ours)) is not None:
             config[theirs] = value
-    settings("vocab_size")  # the tokenizer's; the embedding may have rows of padding
+    settings.ignore("vocab_size")  # the tokenizer's; the embedding may have rows of padding
     if (embedding := shapes.get("model.embed_tokens.weight")) is not None:
         config["vocab_size"] = embedding[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in shapes
-    for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("padding", "pad")):
-        if (token := file.metadata.get(f"tokenizer.ggml.{ours}_token_id")) is not None:
-            config[f"{theirs}_token_id"] = token
+    # llama.cpp's defaults, where those of a family are others.
+    config.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    config.setdefault("rope_theta", 10000.0)
+    config |= _special_tokens(file)
     for name in ("expert_count", "expert_used_count"):
         if settings(name, 0):
             raise settings.refuse(name, "mixtures of experts are not read")
     config |= _heads(settings, config)
     config |= _rotary(settings, config)
-    config |= _MORE[file.kind](settings, config)
+    config |= _BY_ARCHITECTURE[file.kind](settings, config)
     for name in sorted(settings.unread):
         raise settings.refuse(name, "nothing reads this setting, which may change the model")
     return config
+
+
+def _special_tokens(file: GgufFile) -> Values:
+    """Return the ids that begin, end and pad texts; as in llama.cpp, some names end texts too."""
+    fields, kind = file.metadata, file.metadata.get("tokenizer.ggml.model")
+    usual = dict(bos=1, eos=2) if kind == "llama" else {}
+    ids = {
+        name: fields.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
+        for name in ("bos", "eos", "eot", "eom", "padding")
+    }
+    types = fields.get("tokenizer.ggml.token_type") or []
+    tokens = fields.get("tokenizer.ggml.tokens") or []
+    named = [i for i, name in enumerate(tokens) if name in _ENDS and types[i : i + 1] != [1]]
+    ends = dict.fromkeys([ids["eos"], ids["eot"], ids["eom"], *named])
+    found = dict(bos_token_id=ids["bos"], pad_token_id=ids["padding"])
+    found["eos_token_id"] = [i for i in ends if i is not None] or None
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _heads(settings: _Settings, config: Values) -> Values:
@@ -82,8 +109,8 @@ def _heads(settings: _Settings, config: Values) -> Values:
     size, value = settings("attention.key_length"), settings("attention.value_length")
     if size != value:
         raise settings.refuse("attention.value_length", f"must be {size}, as key_length is")
-    if size is None:
-        size = config.get("hidden_size", 0) // config.get("num_attention_heads", 1)
+    if size is None and config.get("num_attention_heads"):
+        size = config.get("hidden_size", 0) // config["num_attention_heads"]
     return {"head_dim": size}
 
 
@@ -93,9 +120,13 @@ def _rotary(settings: _Settings, config: Values) -> Values:
         raise settings.refuse("rope.dimension_count", f"must be {size}, a whole head")
     kind, factor = settings("rope.scaling.type"), settings("rope.scaling.factor")
     original = settings("rope.scaling.original_context_length")
+    scaled = factor not in (None, 0, 1)
+    kind = ("linear" if scaled else "none") if kind is None else kind
     if (factors := settings.file.rope_factors()) is not None:
+        if kind != "none":
+            raise settings.refuse("rope.scaling.type", "must be 'none' beside rope_freqs")
         return {"rope_scaling": _llama3(settings, config, factors)}
-    if kind in (None, "none"):
+    if kind == "none":
         return {}
     scaling = {"rope_type": kind, "factor": factor}
     if original is not None:
@@ -134,16 +165,22 @@ def _gemma2(settings: _Settings, config: Values) -> Values:
     scalar = config["head_dim"]
     if config.get("num_hidden_layers") == _LARGEST[settings.file.kind]:
         scalar = config["hidden_size"] // config["num_attention_heads"]
+    base = settings("rope.freq_base_swa", config["rope_theta"])
+    if settings.file.kind == "gemma2" and base != config["rope_theta"]:
+        raise settings.refuse("rope.freq_base_swa", "must be rope.freq_base")
+    given = {"sliding_window": settings("attention.sliding_window")}
+    given |= {name: settings(name) for name in _SOFTCAPS}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scalar,
-        "sliding_window": settings("attention.sliding_window"),
-        **{name: settings(name) for name in _SOFTCAPS},
+        # What is missing has the family's default, which is llama.cpp's too.
+        **{name: value for name, value in given.items() if value is not None},
     }
 
 
 def _gemma3(settings: _Settings, config: Values) -> Values:
-    return _gemma2(settings, config) | {"rope_local_base_freq": 10000.0}
+    local = settings("rope.freq_base_swa", 10000.0)
+    return _gemma2(settings, config) | {"rope_local_base_freq": local}
 
 
 def _phi3(settings: _Settings, config: Values) -> Values:
@@ -151,7 +188,8 @@ def _phi3(settings: _Settings, config: Values) -> Values:
         raise settings.file.refuse(
             "rope_factors_long", "a tensor", "longrope, which scales a phi3, cannot be represented"
         )
-    settings("rope.scaling.attn_factor")
+    if settings("rope.scaling.attn_factor", 1.0) != 1:
+        raise settings.refuse("rope.scaling.attn_factor", "must be 1 without longrope")
     turned = settings("rope.dimension_count")
     return {
         "sliding_window": settings("attention.sliding_window") or None,
@@ -159,15 +197,15 @@ def _phi3(settings: _Settings, config: Values) -> Values:
     }
 
 
-def _no_more(settings: _Settings, config: Values) -> Values:
+def _none(settings: _Settings, config: Values) -> Values:
     return {}
 
 
-_MORE: dict[str, Callable[[_Settings, Values], Values]] = {
+_BY_ARCHITECTURE: dict[str, Callable[[_Settings, Values], Values]] = {
     "llama": _llama,
-    "qwen2": _no_more,
-    "qwen3": _no_more,
-    "gemma": _no_more,
+    "qwen2": _none,
+    "qwen3": _none,
+    "gemma": _none,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
     "phi3": _phi3,

@@ -146,18 +146,18 @@ class GgufFile:
 
 
 def _reader(path: pathlib.Path) -> Any:
-    """Open a file with gguf's reader, which slices its data some times for each token.
+    """Open a file with gguf's reader, which slices the file several times for each token.
 
     Slices of a memory map take ten times as long as those of an array that shares its memory.
     """
     import gguf
 
-    class Reader(gguf.GGUFReader):
+    class ArrayReader(gguf.GGUFReader):
         def _get(self, *args, **kwargs):
             self.data = self.data.view(np.ndarray)
             return super()._get(*args, **kwargs)
 
-    return Reader(path)
+    return ArrayReader(path)
 
 
 def _value(field: Any) -> Any:

@@ -16,10 +16,11 @@ from eejax.checkpoint.hf.gguf_file import GgufFile
 from eejax.common.errors import CheckpointError, DataError
 from eejax.common.paths import expanded
 from eejax.data.gguf_tokenizer import write_tokenizer
-from eejax.data.tokenizer_settings import CONFIG as TOKENIZER_CONFIG
+from eejax.data.tokenizers import JSON, MODEL
 
 CACHE = "EEJAX_CACHE"
 """Environment variable of the folder for files that can be made again."""
+_PROBLEM = "tokenizer_problem.txt"
 _FORM = 1  # of the folders: a change of what is written needs another number
 
 
@@ -32,31 +33,36 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     Raises:
       CheckpointError: the file cannot be read, or holds a model that cannot be represented.
     """
-    path = path.resolve()
-    facts = path.stat()
-    key = f"{_FORM} {path} {facts.st_size} {facts.st_mtime_ns}"
-    name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
-    folder = expanded(os.environ.get(CACHE) or "~/.cache/eejax") / "gguf" / name
-    if (folder / TOKENIZER_CONFIG).is_file():
-        return folder
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        made = pathlib.Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
+        path = path.resolve()
+        facts = path.stat()
+        key = f"{_FORM} {path} {facts.st_size} {facts.st_mtime_ns}"
+        name = f"{path.stem}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        folder = expanded(os.environ.get(CACHE) or "~/.cache/eejax") / "gguf" / name
+        if not (folder / CONFIG).is_file():
+            _make(path, folder)
     except OSError as error:
         raise CheckpointError(
-            f"{path}: its settings cannot be written to {folder.parent} ({error}). Name another "
-            f"folder in ${CACHE}."
+            f"{path}: its settings cannot be written to a folder ({error}). Name another folder in "
+            f"${CACHE}."
         ) from error
+    if (why := folder / _PROBLEM).is_file():
+        warnings.warn(f"{path}: its tokenizer is not read: {why.read_text()}", stacklevel=4)
+    return folder
+
+
+def _make(path: pathlib.Path, folder: pathlib.Path) -> None:
+    """Make a file's folder beside its place, and move it there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    made = pathlib.Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
+        made.chmod(0o755)
         _write(path, made)
-        if folder.exists():  # without a tokenizer, or another process made it meanwhile
-            shutil.rmtree(folder, ignore_errors=True)
         try:
             made.rename(folder)
-        except OSError:
+        except OSError:  # another process was faster
             if not (folder / CONFIG).is_file():
                 raise
-        return folder
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
@@ -71,4 +77,10 @@ def _write(path: pathlib.Path, folder: pathlib.Path) -> None:
     try:
         write_tokenizer(file.metadata, folder)
     except DataError as error:
-        warnings.warn(f"{path}: its tokenizer is not read: {error}", stacklevel=4)
+        for name in (JSON, MODEL):
+            (folder / name).unlink(missing_ok=True)
+        (folder / _PROBLEM).write_text(str(error), encoding="utf-8")
+    except ImportError as error:
+        raise CheckpointError(
+            f"{path}: its tokenizer needs sentencepiece and protobuf: pip install 'eejax[gguf]'."
+        ) from error

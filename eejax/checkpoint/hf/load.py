@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import os
 import pathlib
@@ -318,14 +319,18 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
         return gguf_folder(packaged)
     if path.exists():
         raise CheckpointError(f"{path}: is no model: it has no {CONFIG}.")
+    if path.suffix == ".gguf":
+        raise CheckpointError(f"{path}: no such file.")
     name = os.fspath(source)
+    near = difflib.get_close_matches(name, packages.PACKAGES, n=1)
+    known = f" Did you mean {near[0]!r}?" if near else ""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise CheckpointError(f"{name}: no such folder, and no name of a model on the Hub.")
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
         raise CheckpointError(
-            f"{name}: no such folder. To fetch it from the Hub: pip install huggingface_hub."
+            f"{name}: no such folder.{known} To fetch it from the Hub: pip install huggingface_hub."
         ) from error
     try:
         path = pathlib.Path(snapshot_download(name, allow_patterns=[*WANTED]))
@@ -335,7 +340,7 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
     except Exception as error:  # from the network, the Hub, or for a bad name
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(
-            f"{name}: no such folder, and the Hub does not give it ({first})."
+            f"{name}: no such folder of a run or a model.{known} The Hub does not give it: {first}."
         ) from error
 
 

@@ -43,13 +43,20 @@ def find(name: str) -> pathlib.Path | None:
     """Return the GGUF file of a model's short name; None for a name that is not in `PACKAGES`.
 
     Raises:
-      CheckpointError: the package is not installed.
+      CheckpointError: the package is not installed, or not complete.
     """
     if (package := PACKAGES.get(name)) is None:
         return None
     spec = importlib.util.find_spec(package.module)
     if spec is None or not spec.submodule_search_locations:
         raise CheckpointError(f"{name}: its package is not installed: {package.command}.")
-    if package.file is None:
-        return pathlib.Path(pkgutil.resolve_name(f"{package.module}:assemble")())
-    return pathlib.Path(next(iter(spec.submodule_search_locations))) / package.file
+    file = pathlib.Path(next(iter(spec.submodule_search_locations))) / (package.file or "")
+    try:
+        if package.file is None:
+            file = pathlib.Path(pkgutil.resolve_name(f"{package.module}:assemble")())
+        if not file.is_file():
+            raise FileNotFoundError(f"no file {file}")
+    except (ImportError, OSError, ValueError) as error:
+        message = f"{name}: its package is not complete ({error}): {package.command}."
+        raise CheckpointError(message) from error
+    return file

@@ -60,7 +60,8 @@ def side(path, **values):
 
 def plain(path, **values):
     """As `change`, of the model without exits."""
-    (path / "eejax.json").unlink()
+    for name in ("eejax.json", "eejax_exits.safetensors"):
+        (path / name).unlink()
     change(path, **values)
 
 
@@ -307,6 +308,12 @@ def test_type_must_be_a_text_for_every_reader(model, read):
             read(model)
 
 
+def test_exits_without_their_settings_are_told(model):
+    (model / "eejax.json").unlink()
+    with pytest.warns(UserWarning, match="eejax_exits.safetensors is not read, because eejax.json"):
+        assert not load_pretrained(model).config.exits
+
+
 def test_exits_come_back(model):
     loaded = load_pretrained(model)
     assert loaded.config == CONFIG
@@ -409,6 +416,13 @@ def test_a_model_of_no_family_is_told(tmp_path):
     with pytest.raises(ConfigError, match="family = 'bert'"):
         save_pretrained(tmp_path / "odd", CONFIG, {}, family="bert")
     assert not (tmp_path / "odd").exists()
+
+
+def test_a_name_that_is_almost_known_and_a_file_that_is_missing(tmp_path):
+    with pytest.raises(CheckpointError, match="smolm2: no such folder.*Did you mean 'smollm2'"):
+        load_pretrained("smolm2")
+    with pytest.raises(CheckpointError, match=r"none.gguf: no such file\.$"):
+        load_pretrained(tmp_path / "none.gguf")
 
 
 def test_names_that_are_no_folder(tmp_path):

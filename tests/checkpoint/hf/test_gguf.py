@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 
 import eejax
 from eejax.checkpoint.hf import load_pretrained
+from eejax.checkpoint.hf.gguf_config import config_json
+from eejax.checkpoint.hf.gguf_file import GgufFile
 from eejax.checkpoint.hf.gguf_folder import CACHE, gguf_folder
 from eejax.checkpoint.hf.packages import PACKAGES
 from eejax.common.errors import CheckpointError
@@ -183,10 +185,46 @@ def test_special_tokens_and_template_come_along(tmp_path):
     model = eejax.load(write_gguf(theirs, tmp_path / "m.gguf", tokenizer=BYTES))
     assert model.tokenizer.eos_id == 60 and model.tokenizer.control == {"<|end|>": 60}
     assert model.tokenizer.chat == BYTES["chat_template"] and not model.tokenizer.adds_bos
-    assert model.generation["eos_token_id"] == 60
+    assert model.generation["eos_token_id"] == [60]
 
 
-def test_an_unknown_cut_is_told_and_another_tokenizer_taken(tmp_path):
+def test_tokens_that_end_texts_by_name_come_along(tmp_path):
+    """As in llama.cpp: a chat's turn ends where no generation_config.json says so."""
+    theirs = folder("llama", tmp_path / "folder")
+    names = [*BYTES["ggml.tokens"][:58], "<end_of_turn>", "<eot>", "<|end|>"]
+    own = {"ggml.tokens": names, "ggml.token_type": [1] * 58 + [3] * 3, "ggml.eot_token_id": 59}
+    model = eejax.load(write_gguf(theirs, tmp_path / "m.gguf", tokenizer=BYTES | own))
+    assert model.tokenizer.end_ids == (60, 59, 58)
+
+
+@pytest.mark.parametrize(
+    "name, more, field, value",
+    [
+        ("gemma2", {}, "attention_softcap", 50.0),
+        ("gemma3", {"rope.freq_base_swa": 500.0}, "rotary.local_theta", 500.0),
+        ("llama", {"rope.scaling.factor": 2.0}, "rotary.scaling", "linear"),
+    ],
+)
+def test_what_a_file_leaves_out_is_as_in_llama_cpp(name, more, field, value, tmp_path):
+    theirs = folder(name, tmp_path / "folder")
+    without = {"attn_logit_softcapping"} if name == "gemma2" else set()
+    file = write_gguf(theirs, tmp_path / "m.gguf", more=more, without=without)
+    found = load_pretrained(file).config
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
+
+
+@pytest.mark.parametrize("layers, scale", [(3, 16**-0.5), (46, 8**-0.5)])
+def test_the_largest_gemma_scales_attention_by_width_over_heads(layers, scale, tmp_path):
+    """32 / 4 in place of a head's width, 16. Only the settings are read, without weights."""
+    theirs = folder("gemma2", tmp_path / "folder")
+    file = GgufFile(write_gguf(theirs, tmp_path / "m.gguf"))
+    file.metadata["gemma2.block_count"] = layers
+    assert config_json(file)["query_pre_attn_scalar"] ** -0.5 == scale
+
+
+def test_an_unknown_pre_tokenizer_is_told_and_another_tokenizer_taken(tmp_path):
     theirs = folder("llama", tmp_path / "folder")
     odd = write_gguf(theirs, tmp_path / "m.gguf", tokenizer=BYTES | {"ggml.pre": "odd"})
     with pytest.warns(UserWarning, match="tokenizer.ggml.pre = 'odd': must be among gpt-2"):
@@ -201,7 +239,7 @@ def test_an_unknown_cut_is_told_and_another_tokenizer_taken(tmp_path):
 ODD = st.text(
     st.one_of(
         st.characters(exclude_categories=["Cs"]),
-        st.sampled_from(" \n\t\r'sdt019AÉé中文🙂ﬁ\u00a0\u2028"),
+        st.sampled_from("  \n\t\r'sdt019AÉé中文🙂ﬁ\u00a0\u2028"),
     ),
     max_size=60,
 )
@@ -249,13 +287,12 @@ def pieces(tmp_path_factory):
         byte_fallback=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        user_defined_symbols=["\u2581\u2581", "\u2581\u2581\u2581", "<turn>"],
         minloglevel=2,
     )
     path = tmp_path_factory.mktemp("pieces") / "tokenizer.model"
     path.write_bytes(made.getvalue())
-    metadata = pieces_metadata(
-        made.getvalue(), unknown_token_id=0, bos_token_id=1, eos_token_id=2, add_bos_token=False
-    )
+    metadata = pieces_metadata(made.getvalue(), add_bos_token=False)
     return load_tokenizer(path), from_metadata(metadata, tmp_path_factory)
 
 

@@ -79,7 +79,10 @@ def test_greedy_answers_to_twenty_chats(model, theirs, eejax_data):
         ours = generator.generate([ids], NEW, stop_token_ids=model.tokenizer.end_ids)
         with torch.no_grad():
             found = theirs.generate(
-                torch.asarray([ids]), max_new_tokens=NEW, do_sample=False, eos_token_id=[0, 2]
+                torch.asarray([ids]),
+                max_new_tokens=NEW,
+                do_sample=False,
+                eos_token_id=list(model.tokenizer.end_ids),
             )
         expected = found[0, len(ids) :].tolist()
         assert ours.tokens[0, : ours.lengths[0]].tolist() == expected
