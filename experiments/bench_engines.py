@@ -41,7 +41,9 @@ _PAIRS = flags.DEFINE_integer("pairs", 24, "Pairs of runs to time.", lower_bound
 _TOKENS = flags.DEFINE_integer("tokens", 150_000, "Held-out tokens to score.", lower_bound=1)
 _PROMPTS = flags.DEFINE_integer("prompts", 24, "Number of prompts.", lower_bound=1)
 _DRAFTS = flags.DEFINE_integer("drafts", 4, "Tokens that `speculative` drafts.", lower_bound=1)
-_DRAFT_EXIT = flags.DEFINE_integer("draft_exit", 0, "Number of the exit that drafts.")
+_DRAFT_EXIT = flags.DEFINE_integer(
+    "draft_exit", None, "Boundary of the exit that drafts; by default the lowest."
+)
 flags.mark_flags_as_required(["workdir"])
 
 PROMPT = 64  # tokens

@@ -34,6 +34,11 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
 THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
 TARGETS = (0.99, 0.97, 0.95)  # agreement of the thresholds whose speed is measured
+EXPLANATION = """\
+trigram and zlib: simple compressors of the same text, for comparison.
+agreement, exit depth (in layers): means over tokens of held-out text.
+layers run, tokens/s: of generated texts, medians over runs.
+times full: the median ratio over pairs of runs, with its 95 % interval."""
 TEMPERATURE = 0.7  # of the sample that is shown
 MARGIN = 0.003  # margin of agreement: a threshold at the edge of its target might miss it
 EVAL_TOKENS = 150_000  # held-out tokens scored at every exit
@@ -267,7 +272,7 @@ def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
         "times full (95 %)",
     ]
     print("\n" + analysis.table(header, rows))
-    print("tokens/s are medians of each engine's runs, times full is the median over pairs of runs")
+    print(EXPLANATION)
     seconds = summary["seconds"]
     print(
         f"\ntrained in {seconds['train']:.0f} s, the rest took {seconds['rest']:.0f} s. Look at:\n"

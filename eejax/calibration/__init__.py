@@ -1,6 +1,6 @@
 """Routers and thresholds: training, the quality-speed frontier, thresholds with a guarantee."""
 
-from eejax.calibration.calibration import Calibration, calibrate_model
+from eejax.calibration.calibration import Calibration, calibrate_model, with_exits
 from eejax.calibration.frontier import (
     ExitScores,
     FrontierPoint,
@@ -46,4 +46,5 @@ __all__ = [
     "thresholds_for",
     "unit_risks",
     "unlike",
+    "with_exits",
 ]

@@ -77,12 +77,19 @@ class LanguageModel:
         max_new_tokens: int = 128,
         *,
         agreement: float | None = None,
+        draft_exit: int | None = None,
         engine: EngineOptions | str = "recompute",
         **options: Any,
     ) -> tuple[str, GenerationResult]:
         """Generate a text; see `eejax.generate`."""
         return _api().generate(
-            self, prompt, max_new_tokens, agreement=agreement, engine=engine, **options
+            self,
+            prompt,
+            max_new_tokens,
+            agreement=agreement,
+            draft_exit=draft_exit,
+            engine=engine,
+            **options,
         )
 
     def calibrate(

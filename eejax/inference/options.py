@@ -64,7 +64,8 @@ class EngineOptions:
         (`ExitPolicy.drafts`).
       adapt: "speculative" drafts fewer tokens, or none, for a request whose drafts are rarely
         accepted.
-      draft_exit: number of the exit that drafts for "speculative", which loads no other.
+      draft_exit: boundary of the exit that drafts for "speculative", which loads no other; by
+        default the lowest.
       propagate: what "propagate" leaves in the layers above a token's exit. "state": keys and
         values of the state at that exit. "mask": nothing, so later tokens do not attend to it
         there.
@@ -81,7 +82,7 @@ class EngineOptions:
     chunk: int | None = None
     drafts: int | None = None
     adapt: bool = True
-    draft_exit: int = 0
+    draft_exit: int | None = None
     propagate: Propagation = "state"
     num_segments: int | None = None
     logits_params: bool = False
@@ -102,12 +103,8 @@ class EngineOptions:
         if self.num_segments is not None:
             require_count("num_segments", self.num_segments)
         require_one_of("propagate", self.propagate, PROPAGATIONS)
-        require(
-            isinstance(self.draft_exit, int) and self.draft_exit >= 0,
-            "draft_exit",
-            self.draft_exit,
-            "must be the number of an exit, counted from 0",
-        )
+        if self.draft_exit is not None:
+            require_count("draft_exit", self.draft_exit, minimum=0)
         for name in ("adapt", "logits_params", "can_deepen"):
             value = getattr(self, name)
             require(isinstance(value, bool), name, value, "must be True or False")
@@ -220,16 +217,19 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
     if options.engine == "full":
         config = config.replace(exits=())
     if options.engine == "speculative":
-        boundaries = [e.boundary for e in config.exits]
+        by_boundary = {e.boundary: e for e in config.exits}
+        boundary = options.draft_exit
+        if boundary is None:
+            boundary = min(by_boundary, default=-1)
         require(
-            options.draft_exit < len(boundaries),
+            boundary in by_boundary,
             "draft_exit",
             options.draft_exit,
-            f"must be the number of one of this model's {len(boundaries)} early exits, which lie at"
-            f" the boundaries {boundaries}",
-            "" if boundaries else "Tune an exit first, or decode with the engine 'full'.",
+            f"must be the boundary of one of this model's {len(by_boundary)} early exits, "
+            f"{sorted(by_boundary)}",
+            "" if by_boundary else "Tune an exit first, or decode with the engine 'full'.",
         )
-        config = config.replace(exits=(config.exits[options.draft_exit],))
+        config = config.replace(exits=(by_boundary[boundary],))
     most = config.context_length
     both = ("cap", "drafts")
     used = dict(recompute=both, pipelined=("cap",), speculative=both)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eejax import data
-from eejax.calibration import RouterOptions, calibrate_model
+from eejax.calibration import RouterOptions, calibrate_model, with_exits
 from eejax.checkpoint import language_model
 from eejax.checkpoint.language_model import LanguageModel as LanguageModel
 from eejax.common import progress
@@ -205,6 +205,7 @@ def generate(
     max_new_tokens: int = 128,
     *,
     agreement: float | None = None,
+    draft_exit: int | None = None,
     engine: EngineOptions | str = "recompute",
     **options: Any,
 ) -> tuple[str, GenerationResult]:
@@ -219,13 +220,23 @@ def generate(
       agreement: for a calibrated model, the share of tokens that should be the full model's; the
         thresholds of its routers follow from it. Instead of it, `options` may give gate and
         threshold. With neither, no token leaves early.
+      draft_exit: number of layers after which an exit drafts tokens that the layers above verify
+        (the engine "speculative"): the text of the full model, in less time if many drafts are
+        right. A model without an exit there gets one of the final norm and head (LayerSkip;
+        Elhoushi et al. 2024). The number of drafts adapts to how many are accepted.
       engine: name of an engine, or options of one.
       options: as `Generator.stream` takes them.
 
     Raises:
-      ConfigError: for an agreement of a model that `calibrate` did not make, and as `Generator`.
+      ConfigError: for an agreement of a model that `calibrate` did not make, a `draft_exit` beside
+        other rules of exits, and as `Generator`.
     """
     chosen = [name for name in ("gate", "threshold") if name in options]
+    if draft_exit is not None:
+        others = [*chosen, *(["agreement"] if agreement is not None else [])]
+        alone = not others and engine in ("recompute", "speculative")
+        allowed = "must be None beside agreement, gate, threshold and other engines"
+        require(alone, "draft_exit", draft_exit, allowed, "Early exits emit nothing then.")
     if agreement is not None and chosen:
         raise ConfigError(
             f"agreement = {agreement!r}: says which {' and '.join(chosen)} are taken: leave out "
@@ -239,7 +250,8 @@ def generate(
             "layers: calibrate() or tune() gives it some.",
             stacklevel=2,
         )
-    generator = generator_of(model, engine)
+    drafts = draft_exit is not None
+    generator = _drafting(model, draft_exit) if drafts else generator_of(model, engine)
     tokenizer = model.tokenizer
     ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
     options = {"stop_token_ids": tokenizer.end_ids, "decode_text": tokenizer.decode} | options
@@ -253,6 +265,17 @@ def generator_of(model: LanguageModel, engine: EngineOptions | str) -> Generator
     options = EngineOptions(engine=engine) if isinstance(engine, str) else engine
     if options not in model.cache:
         model.cache[options] = Generator.make(model.params, model.config, options)
+    return model.cache[options]
+
+
+def _drafting(model: LanguageModel, boundary: int) -> Generator:
+    """Return the model's generator that drafts with the exit at a boundary, prepared once."""
+    options, most = EngineOptions("speculative", draft_exit=boundary), model.config.n_layers - 1
+    if options not in model.cache:
+        allowed = f"must be a number of layers in 0..{most}, below the last"
+        require(boundary <= most, "draft_exit", boundary, allowed)
+        params, config = with_exits(model.params, model.config, [boundary])
+        model.cache[options] = Generator.make(params, config, options)
     return model.cache[options]
 
 

@@ -63,7 +63,7 @@ EARLY = ("--prompt=early exit", "--threshold=0.5,0.3")
         ("recompute", (), "posthoc"),
         ("pipelined", ("--mesh.pipe=2", "--stage_layers=2,1"), "posthoc"),
         ("propagate", (), "propagate"),
-        ("speculative", ("--drafts=2", "--draft_exit=1"), "full"),
+        ("speculative", ("--drafts=2", "--draft_exit=2"), "full"),
     ],
 )
 def test_every_engine(generate, expected, engine, flags, like):
@@ -184,7 +184,7 @@ def test_a_single_prompt_has_a_legend(generate):
         (["--decay=-0.5"], r"^--decay = -0.5: must be finite and at least 0"),
         (["--num_segments=4"], r"^--num_segments = 4: must be at most the 3 segments"),
         (["--cap=0"], r"^--cap = 0: must be an integer of at least 1"),
-        (["--engine=speculative", "--draft_exit=2"], r"^--draft_exit = 2: must be the number"),
+        (["--engine=speculative", "--draft_exit=3"], r"^--draft_exit = 3: must be the boundary"),
         (["--top_p=0"], r"^--top_p = 0.0: "),
         (["--stop=\udcff"], r"^--stop = .*: must be text that UTF-8 can"),
         (["--decay=1e300"], r"^--decay = 1e\+300: must be finite"),

@@ -94,7 +94,7 @@ def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):
     """The last exit drafts nearly always what the final one says, so that two steps that draft and
     one that verifies write three tokens; a clock says what such a step takes."""
     p, config = subset((1, 4))
-    options = EngineOptions("speculative", drafts=2, draft_exit=1, adapt=adapt)
+    options = EngineOptions("speculative", drafts=2, draft_exit=4, adapt=adapt)
     clock = Clock(drafts)
     auto = AutoGenerator(Generator.make(p, config, options), Told(pairs=2, calls=100), clock)
     clock.auto = auto

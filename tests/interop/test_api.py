@@ -141,6 +141,34 @@ def test_paths_are_text_and_wrong_arguments_are_named(small_run, tmp_path):
             calibrated.generate("a", agreement=wrong)
 
 
+@pytest.mark.parametrize("own_exits", [True, False])
+def test_drafts_of_any_model_write_the_full_models_text(small_run, own_exits):
+    model = eejax.load(small_run)
+    if not own_exits:
+        params = model.params | {"exits": {}}
+        model = dataclasses.replace(model, config=model.config.replace(exits=()), params=params)
+    on = dict(stop_token_ids=())
+    full, _ = model.generate("class A:", 40, engine="full", **on)
+    text, result = model.generate("class A:", 40, draft_exit=2, **on)
+    assert text == full and result.drafted.any()
+    assert result.boundaries[result.boundaries >= 0].min() == model.config.n_layers
+    kept = len(model.cache)
+    assert model.generate("class B:", 40, draft_exit=2, **on)[0] and len(model.cache) == kept
+    with pytest.raises(ConfigError, match="draft_exit = 3: must be a number of layers in 0..2"):
+        model.generate("class A:", draft_exit=3)
+    for other in (dict(threshold=0.5), dict(engine="full"), dict(agreement=0.9)):
+        with pytest.raises(ConfigError, match="draft_exit = 2: must be None beside"):
+            model.generate("class A:", draft_exit=2, **other)
+
+
+def test_a_threshold_without_exits_is_told(small_run):
+    model = eejax.load(small_run)
+    params = model.params | {"exits": {}}
+    model = dataclasses.replace(model, config=model.config.replace(exits=()), params=params)
+    with pytest.warns(UserWarning, match="threshold: this model has no early exits"):
+        model.generate("class A:", 4, threshold=0.5)
+
+
 def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path):
     model = eejax.load(small_run)
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
