@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import numbers
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,7 +22,7 @@ from eejax.calibration.thresholds import thresholds_for
 from eejax.checkpoint.digest import digest
 from eejax.checkpoint.files import write_text
 from eejax.checkpoint.language_model import LanguageModel
-from eejax.common.errors import CheckpointError, ConfigError, require, require_count
+from eejax.common.errors import CheckpointError, ConfigError, is_integer, require, require_count
 from eejax.common.fields import PositiveInt
 from eejax.common.trees import Tree
 from eejax.models import params as declared
@@ -140,11 +139,10 @@ def calibrate_model(
     require_count("every", every)
     if boundaries is None:
         boundaries = sorted(given - {config.n_layers}) or boundaries_for(config, every)
-    listed = isinstance(boundaries, Sequence | np.ndarray) and all(
-        isinstance(b, numbers.Integral) and not isinstance(b, bool) for b in boundaries
-    )
+    listed = isinstance(boundaries, Sequence | np.ndarray)
     require(
         listed
+        and all(map(is_integer, boundaries))
         and len(set(boundaries)) == len(boundaries) > 0
         and all(b in range(config.n_layers) for b in boundaries),
         "boundaries",

@@ -39,12 +39,15 @@ def require_given(field: str, value: T | None, allowed: str, fix: str = "") -> T
     return value
 
 
+def is_integer(value: Any) -> bool:
+    """Return whether a value is an integer, of Python or numpy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
 def require_count(field: str, value: Any, minimum: int = 1) -> None:
     """Raise `ConfigError` unless the value is an integer of at least `minimum`."""
-    count = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require(
-        count and int(value) >= minimum, field, value, f"must be an integer of at least {minimum}"
-    )
+    count = is_integer(value) and int(value) >= minimum
+    require(count, field, value, f"must be an integer of at least {minimum}")
 
 
 def require_array(field: str, value: Any, allowed: str) -> np.ndarray:

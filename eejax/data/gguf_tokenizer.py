@@ -7,13 +7,14 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from eejax.common.errors import DataError
+from eejax.common.errors import DataError, is_integer
 from eejax.data.sentencepiece import parse_model
 from eejax.data.tokenizer_settings import CONFIG
 from eejax.data.tokenizers import JSON, MODEL, write_json
 
 # Types of tokens (llama.cpp's llama_token_type, which are those of SentencePiece).
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+_NAMED = ("unk", "bos", "eos", "pad")  # special tokens that tokenizers' files name
 _SPACE = "\u2581"
 _BPE = 2  # SentencePiece's type of model
 _LLAMA3 = (
@@ -53,6 +54,8 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: str | os.PathLike) -> N
     """
     folder, own = pathlib.Path(folder), _Fields(metadata)
     kind, tokens, types = own("model"), own("tokens"), own("token_type")
+    if own("add_eos_token", False):
+        raise DataError("tokenizer.ggml.add_eos_token = True: no token is added behind a text.")
     if kind not in ("gpt2", "llama"):
         raise DataError(f"tokenizer.ggml.model = {kind!r}: must be 'gpt2' or 'llama'.")
     if not isinstance(tokens, list) or (types and len(types) != len(tokens)):
@@ -62,20 +65,29 @@ def write_tokenizer(metadata: Mapping[str, Any], folder: str | os.PathLike) -> N
         (folder / JSON).write_text(_json_definition(own, tokens, types), encoding="utf-8")
         begins = own("add_bos_token", own("pre") in _ADD_BOS)
     else:
-        (folder / MODEL).write_bytes(_sentencepiece_model(own, tokens, types))
+        ids = special_ids(metadata)
+        (folder / MODEL).write_bytes(_sentencepiece_model(own, tokens, types, ids))
         begins = own("add_bos_token", True)
-    if own("add_eos_token", False):
-        raise DataError("tokenizer.ggml.add_eos_token = True: no token is added behind a text.")
-    usual = dict(bos=1, eos=2, unknown=0) if kind == "llama" else {}
-    settings = {
-        f"{name}_token": tokens[i]
-        for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
-        if isinstance(i := own(f"{key}_token_id", usual.get(key)), int) and 0 <= i < len(tokens)
+    settings: dict[str, Any] = {
+        f"{name}_token": tokens[i] for name, i in special_ids(metadata).items() if name in _NAMED
     }
     settings["add_bos_token"] = bool(begins)
     if (template := metadata.get("tokenizer.chat_template")) is not None:
         settings["chat_template"] = template
     write_json(os.fspath(folder / CONFIG), settings)
+
+
+def special_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Return the ids of special tokens by name: bos, eos, unk, pad, eot and eom, where they are.
+
+    Defaults are llama.cpp's, which has them for SentencePiece.
+    """
+    own = _Fields(metadata)
+    usual = dict(bos=1, eos=2, unknown=0) if own("model") == "llama" else {}
+    keys = dict(bos="bos", eos="eos", unk="unknown", pad="padding", eot="eot", eom="eom")
+    ids = {name: own(f"{key}_token_id", usual.get(key)) for name, key in keys.items()}
+    tokens = own("tokens") or []
+    return {name: i for name, i in ids.items() if is_integer(i) and 0 <= i < len(tokens)}
 
 
 class _Fields:
@@ -90,8 +102,15 @@ class _Fields:
 
 def _json_definition(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> str:
     """Return the contents of a tokenizer.json."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
-    from tokenizers import pre_tokenizers as pre_tokenizers
+    from tokenizers import (
+        AddedToken,
+        Regex,
+        Tokenizer,
+        decoders,
+        models,
+        normalizers,
+        pre_tokenizers,
+    )
 
     pre = own("pre")
     if pre not in _PATTERNS:
@@ -120,7 +139,9 @@ def _json_definition(own: _Fields, tokens: Sequence[str], types: Sequence[int]) 
     return made.to_str()
 
 
-def _sentencepiece_model(own: _Fields, tokens: Sequence[str], types: Sequence[int]) -> bytes:
+def _sentencepiece_model(
+    own: _Fields, tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int]
+) -> bytes:
     """Return the contents of a SentencePiece model.
 
     llama.cpp writes the unknown token as a control token, and spaces in user-defined tokens as
@@ -131,21 +152,18 @@ def _sentencepiece_model(own: _Fields, tokens: Sequence[str], types: Sequence[in
     )
 
     scores = own("scores") or [-float(i) for i in range(len(tokens))]
-    unknown = own("unknown_token_id", 0)
     model = ModelProto()
     for i, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
-        kind = _UNKNOWN if i == unknown else _CONTROL if kind == _UNKNOWN else int(kind)
+        kind = _UNKNOWN if i == ids.get("unk") else _CONTROL if kind == _UNKNOWN else int(kind)
         piece = token.replace(" ", _SPACE) if kind == _USER_DEFINED else token
         model.pieces.add(piece=piece, score=score, type=kind)
     trainer, normalizer = model.trainer_spec, model.normalizer_spec
     trainer.model_type, trainer.vocab_size = _BPE, len(tokens)
     trainer.byte_fallback = _BYTE in types
-    ids = dict(unk=unknown, bos=own("bos_token_id", 1), eos=own("eos_token_id", 2))
-    for name, i in (ids | dict(pad=own("padding_token_id", -1))).items():
-        there = isinstance(i, int) and 0 <= i < len(tokens)
-        setattr(trainer, f"{name}_id", i if there else -1)
-        if there:
-            setattr(trainer, f"{name}_piece", tokens[i])
+    for name in _NAMED:
+        setattr(trainer, f"{name}_id", ids.get(name, -1))
+        if name in ids:
+            setattr(trainer, f"{name}_piece", tokens[ids[name]])
     normalizer.name = "identity"
     normalizer.add_dummy_prefix = bool(own("add_space_prefix", True))
     normalizer.remove_extra_whitespaces = bool(own("remove_extra_whitespaces", False))

@@ -11,7 +11,7 @@ import numpy as np
 from flax import struct
 from jax import lax
 
-from eejax.common.errors import require, require_array, require_one_of
+from eejax.common.errors import is_integer, require, require_array, require_one_of
 from eejax.common.trees import where_rows
 from eejax.gates import confidence
 from eejax.gates.confidence import GATES, Memory
@@ -197,9 +197,8 @@ def _active(boundaries: list[int], batch: int, exits: Any) -> np.ndarray:
     rows = chosen if each else [chosen] * batch
     for row in rows:
         for boundary in row:
-            whole = isinstance(boundary, int | np.integer) and not isinstance(boundary, bool)
             require(
-                whole and boundary in boundaries,
+                is_integer(boundary) and boundary in boundaries,
                 "exits",
                 list(row),
                 f"must be among this model's exit boundaries {boundaries}",

@@ -10,6 +10,7 @@ import numpy as np
 from eejax.checkpoint.hf.family import Values
 from eejax.checkpoint.hf.gguf_file import GgufFile
 from eejax.common.errors import CheckpointError
+from eejax.data.gguf_tokenizer import special_ids
 from eejax.models.config import RotaryConfig
 from eejax.models.positions import rotary_frequencies
 
@@ -87,19 +88,13 @@ def config_json(file: GgufFile) -> Values:
 
 def _special_tokens(file: GgufFile) -> Values:
     """Return the ids that begin, end and pad texts; as in llama.cpp, some names end texts too."""
-    fields, kind = file.metadata, file.metadata.get("tokenizer.ggml.model")
-    usual = dict(bos=1, eos=2) if kind == "llama" else {}
-    ids = {
-        name: fields.get(f"tokenizer.ggml.{name}_token_id", usual.get(name))
-        for name in ("bos", "eos", "eot", "eom", "padding")
-    }
+    fields, ids = file.metadata, special_ids(file.metadata)
     types = fields.get("tokenizer.ggml.token_type") or []
     tokens = fields.get("tokenizer.ggml.tokens") or []
     named = [i for i, name in enumerate(tokens) if name in _ENDS and types[i : i + 1] != [1]]
-    ends = dict.fromkeys([ids["eos"], ids["eot"], ids["eom"], *named])
-    found = dict(bos_token_id=ids["bos"], pad_token_id=ids["padding"])
-    found["eos_token_id"] = [i for i in ends if i is not None] or None
-    return {name: value for name, value in found.items() if value is not None}
+    found: Values = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if name in ids}
+    ends = [*(ids[name] for name in ("eos", "eot", "eom") if name in ids), *named]
+    return found | ({"eos_token_id": list(dict.fromkeys(ends))} if ends else {})
 
 
 def _heads(settings: _Settings, config: Values) -> Values:

@@ -163,7 +163,8 @@ def _reader(path: pathlib.Path) -> Any:
 def _value(field: Any) -> Any:
     """Return a field's value; float32 numbers as the shortest decimals that stand for them."""
     value = field.contents()
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    single = isinstance(value, float) and value == np.float32(value)
+    return float(str(np.float32(value))) if single else value
 
 
 def _by_halves(a: np.ndarray, heads: int) -> np.ndarray:

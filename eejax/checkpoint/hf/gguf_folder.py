@@ -16,7 +16,6 @@ from eejax.checkpoint.hf.gguf_file import GgufFile
 from eejax.common.errors import CheckpointError, DataError
 from eejax.common.paths import expanded
 from eejax.data.gguf_tokenizer import write_tokenizer
-from eejax.data.tokenizers import JSON, MODEL
 
 CACHE = "EEJAX_CACHE"
 """Environment variable of the folder for files that can be made again."""
@@ -33,6 +32,8 @@ def gguf_folder(path: pathlib.Path) -> pathlib.Path:
     Raises:
       CheckpointError: the file cannot be read, or holds a model that cannot be represented.
     """
+    if not path.is_file():
+        raise CheckpointError(f"{path}: no such file.")
     try:
         path = path.resolve()
         facts = path.stat()
@@ -77,8 +78,6 @@ def _write(path: pathlib.Path, folder: pathlib.Path) -> None:
     try:
         write_tokenizer(file.metadata, folder)
     except DataError as error:
-        for name in (JSON, MODEL):
-            (folder / name).unlink(missing_ok=True)
         (folder / _PROBLEM).write_text(str(error), encoding="utf-8")
     except ImportError as error:
         raise CheckpointError(

@@ -313,15 +313,13 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
     path = expanded(source)
     if (path / CONFIG).is_file():
         return path
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf":
         return gguf_folder(path)
-    if not path.exists() and (packaged := packages.find(os.fspath(source))) is not None:
-        return gguf_folder(packaged)
     if path.exists():
         raise CheckpointError(f"{path}: is no model: it has no {CONFIG}.")
-    if path.suffix == ".gguf":
-        raise CheckpointError(f"{path}: no such file.")
     name = os.fspath(source)
+    if (packaged := packages.find(name)) is not None:
+        return gguf_folder(packaged)
     near = difflib.get_close_matches(name, packages.PACKAGES, n=1)
     known = f" Did you mean {near[0]!r}?" if near else ""
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
