@@ -242,7 +242,8 @@ class SegmentBranches:
         """Run the rows of a batch as `size` flat ones."""
         state, e = self.state, self.e
         max_rows = min(size, state.waiting[0].shape[1] if state.waiting else 1)
-        flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, SPAN, max_rows)
+        width = min(SPAN, size)  # attention computes all rows of a span, real or not
+        flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, width, max_rows)
         slot = jnp.minimum(flat.slot, len(state.token) - 1)
         if e == 0:
             place = ring_index(flat.position, pending.input_token.shape[1])
