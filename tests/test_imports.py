@@ -31,6 +31,7 @@ ROOMS = (
     "train",
     "inference",
     "calibration",
+    "tuning",
     "helios",
     "serving",
     "analysis",

@@ -7,7 +7,6 @@ final norm and head at every c-th boundary.
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,9 +19,9 @@ from eejax.calibration.routers import Quality, RouterOptions, Routers, train_rou
 from eejax.calibration.states import POSITIONS_FILE, States, collect
 from eejax.calibration.thresholds import thresholds_for
 from eejax.checkpoint.digest import digest
-from eejax.checkpoint.files import write_text
 from eejax.checkpoint.language_model import LanguageModel
-from eejax.common.errors import CheckpointError, ConfigError, is_integer, require, require_count
+from eejax.checkpoint.settings import require_same_settings
+from eejax.common.errors import is_integer, require, require_count
 from eejax.common.fields import PositiveInt
 from eejax.common.trees import Tree
 from eejax.models import params as declared
@@ -76,13 +75,14 @@ def boundaries_for(config: ModelConfig, every: int) -> tuple[int, ...]:
 
 
 def with_exits(
-    params: Tree, config: ModelConfig, boundaries: Sequence[int]
+    params: Tree, config: ModelConfig, boundaries: Sequence[int], *, mlp=False, block=False
 ) -> tuple[Tree, ModelConfig]:
     """Add training-free exits at boundaries without one (TIDE, sections 3.1 and 3.3).
 
-    They read the final exit's head and a copy of its norm. A final head that belongs to the final
-    exit alone becomes a shared head; its array stays the same. If exits share another head already,
-    each new exit gets a copy of the final one.
+    They read the final exit's head and a copy of its norm. An `mlp` or a `block` below the norm
+    adds nothing before it is trained (`train.starts.copied_exit`). A final head that belongs to the
+    final exit alone becomes a shared head; its array stays the same. If exits share another head
+    already, each new exit gets a copy of the final one.
     """
     have = {e.boundary for e in config.exits}
     if config.head == "own" and "shared_head" not in params:
@@ -90,7 +90,7 @@ def with_exits(
         params = params | {"final": final, "shared_head": params["final"]["head"]}
         config = config.replace(head="shared")
     new = [
-        ExitConfig(n, norm=config.final_norm, head=config.head, temperature=config.temperature)
+        ExitConfig(n, mlp, block, config.final_norm, config.head, config.temperature)
         for n in boundaries
         if n not in have
     ]
@@ -167,15 +167,14 @@ def calibrate_model(
     say = watch or (lambda text: None)
     folder = None if folder is None else pathlib.Path(folder)
     if folder is not None:
-        _same(
-            folder,
-            {
-                "model": asked.to_dict(),
-                "options": dataclasses.asdict(options),
-                "tokens": tokens,
-                "about": {"parameters": digest(asked, whole), **(about or {})},
-            },
-        )
+        settings = {
+            "model": asked.to_dict(),
+            "options": dataclasses.asdict(options),
+            "tokens": tokens,
+            "about": {"parameters": digest(asked, whole), **(about or {})},
+        }
+        stale = "*.safetensors", POSITIONS_FILE
+        require_same_settings(folder / SETTINGS, settings, stale, "calibration")
     states = collect(whole, asked, batches, tokens, folder=folder, watch=say)
     start = {i: _norm(whole, asked, e) for i, e in enumerate(asked.exits)}
     found = train_routers(
@@ -243,34 +242,3 @@ def _norm(params: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
         return own
     fresh = declared.router(config, 1)["norm"]
     return declared.map_params(lambda p: np.full(p.shape, p.fill, np.float32), fresh)
-
-
-def _same(folder: pathlib.Path, settings: dict[str, Any]) -> None:
-    """Create the folder, or check that it belongs to the same calibration."""
-    file = folder / SETTINGS
-    text = json.dumps(settings, indent=1, sort_keys=True, default=str)
-    if not file.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        for left in (*folder.glob("*.safetensors"), folder / POSITIONS_FILE):
-            left.unlink(missing_ok=True)
-        return write_text(file, text + "\n")
-    try:
-        old, new = json.loads(file.read_text(encoding="utf-8")), json.loads(text)
-        old = dict(old)
-    except (OSError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{file}: cannot be read ({error}): remove {folder}.") from error
-
-    def flat(tree):
-        return {
-            f"{k}.{n}": v
-            for k, part in tree.items()
-            for n, v in dict(part if isinstance(part, dict) else {"": part}).items()
-        }
-
-    a, b = flat(old), flat(new)
-    differ = [f"{k.strip('.')} = {b.get(k)!r}, there {a.get(k)!r}" for k in b if a.get(k) != b[k]]
-    if differ:
-        raise ConfigError(
-            f"{folder} holds a calibration of other settings: {'; '.join(differ)}. Remove it, or "
-            "calibrate with those."
-        )

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from eejax.data import Source
     from eejax.inference import EngineOptions, GenerationResult
     from eejax.train.evaluate import Evaluation
+    from eejax.tuning import ExitKind
 
 OWN_TOKENIZER = ("tokenizer.json", "tokenizer.model", MARKER)
 
@@ -45,6 +46,7 @@ class LanguageModel:
       metadata: metadata of its checkpoint; of a pretrained model `Pretrained.facts` as
         "pretrained".
       calibration: results of `calibrate` (`eejax.calibration.Calibration`), or None.
+      tuning: results of `tune` (`eejax.tuning.Tuning`), or None.
       cache: objects that were prepared or compiled for this model, kept for reuse.
     """
 
@@ -55,6 +57,7 @@ class LanguageModel:
     step: int | None = None
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict, repr=False)
     calibration: Any = dataclasses.field(default=None, repr=False)
+    tuning: Any = dataclasses.field(default=None, repr=False)
     cache: dict[Any, Any] = dataclasses.field(default_factory=dict, repr=False, init=False)
 
     @property
@@ -117,25 +120,27 @@ class LanguageModel:
 
     def tune(
         self,
-        text: str | Sequence[str],
+        text: str | Sequence[str] | Source,
         exits: Sequence[int],
         *,
-        workdir: str | os.PathLike | None = None,
-        steps: int = 300,
-        batch_size: int = 8,
+        kind: ExitKind = "mlp",
+        tokens: int = 100_000,
         length: int = 256,
-        learning_rate: float = 1e-3,
+        folder: str | os.PathLike | None = None,
+        watch: Callable[[str], None] = print,
+        **options: Any,
     ) -> LanguageModel:
         """Return the model with trained exits; see `eejax.tune`."""
         return _api().tune(
             self,
             text,
             exits,
-            workdir=workdir,
-            steps=steps,
-            batch_size=batch_size,
+            kind=kind,
+            tokens=tokens,
             length=length,
-            learning_rate=learning_rate,
+            folder=folder,
+            watch=watch,
+            **options,
         )
 
     def grade(

@@ -6,7 +6,6 @@ All except `load` are also methods of `checkpoint.language_model.LanguageModel`.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import numbers
 import os
 import tempfile
@@ -23,13 +22,11 @@ from eejax.common.errors import ConfigError, require, require_count
 from eejax.data import Batch, Source
 from eejax.inference import EngineOptions, GenerationResult, Generator
 from eejax.sharding.mesh import MeshConfig, known_mesh
-from eejax.train.base import with_base
 from eejax.train.evaluate import Evaluation, evaluate
-from eejax.train.imported import save_as_run
 from eejax.train.inputs import strip
-from eejax.train.loop import fit
 from eejax.train.metrics import exit_names
 from eejax.train.step import make_eval_step
+from eejax.tuning import ExitKind, TuningOptions, tune_model
 
 BATCH = 16
 GRADING = "grading"  # key of a model's compiled evaluation in its cache
@@ -87,60 +84,57 @@ def calibrate(
 
 def tune(
     model: LanguageModel,
-    text: str | Sequence[str],
+    text: str | Sequence[str] | Source,
     exits: Sequence[int],
     *,
-    workdir: str | os.PathLike | None = None,
-    steps: int = 300,
-    batch_size: int = 8,
+    kind: ExitKind = "mlp",
+    tokens: int = 100_000,
     length: int = 256,
-    learning_rate: float = 1e-3,
+    folder: str | os.PathLike | None = None,
+    watch: Callable[[str], None] = print,
+    **options: Any,
 ) -> LanguageModel:
     """Return the model with exits trained on `text`, all other parameters unchanged.
 
-    Source: EE-Tuning (Pan et al. 2024). The command `eejax tune` has more settings.
+    The exits learn the final exit's distribution. The model runs over the text once; its states are
+    kept on disk, and every pass of the training runs the exits alone. What an exit is like before
+    and after, on text that it was not trained on, is printed and kept as `model.tuning`.
+
+    Source: EE-Tuning (Pan et al. 2024). The command `eejax tune` trains on many devices.
 
     Args:
-      text: files, globs, or sources by name, as `data.source` takes them.
+      text: files, globs, or any `data.Source`.
       exits: boundaries of the exits. Existing exits are trained further; new ones begin as copies
         of the final norm and head.
-      workdir: folder that keeps the run, from which it resumes; by default none.
-      steps: optimizer steps.
-      batch_size: windows of text in a step.
-      length: tokens of a window, at most the model's context.
-      learning_rate: peak learning rate.
+      kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
+      tokens: maximum tokens of text, evenly spaced if it has more.
+      length: tokens of a window of text.
+      folder: where the states are kept, and from where the same call continues after an
+        interruption; by default none stays.
+      watch: called with lines of progress.
+      options: fields of `TuningOptions` (passes, learning_rate, ...).
 
     Raises:
-      ConfigError, DataError, CheckpointError: as `train.loop.fit`.
-      KeyboardInterrupt: a signal stopped the training; with a workdir, the same call resumes it.
+      DataError: for text that is too short.
+      ConfigError: and others as `tuning.tune_model`.
     """
-    named = _named(text)
-    require(named is not None, "text", text, "must be files, globs, or sources by name")
-    listed = isinstance(exits, Sequence | set | frozenset) and not isinstance(exits, str)
-    allowed = "must be a list of the boundaries to tune, such as [4, 8]"
-    require(listed and len(exits) > 0, "exits", exits, allowed)
-    have = {e.boundary for e in model.config.exits}
-    tuned = sorted({*exits})
-    with tempfile.TemporaryDirectory() as folder:
-        base, place = os.path.join(folder, "base"), workdir or os.path.join(folder, "run")
-        save_as_run(model, base, {})
-        values = dict(
-            model={"exits": [{"boundary": n, "head": "own"} for n in tuned if n not in have]},
-            data={
-                "source": named,
-                "length": min(length, model.config.context_length),
-                "validation_fraction": 0.0,  # `grade` measures exits
-            },
-            optimizer=dict(learning_rate=learning_rate, schedule="cosine"),
-            train=dict(
-                base=base, steps=steps, batch_size=batch_size, eval_every=0, checkpoint_every=0
-            ),
-            tune={"part": "exits", "exits": tuple(tuned)},
+    chosen = TuningOptions(**options)
+    with contextlib.ExitStack() as stack:
+        batches = stack.enter_context(_batches(model, text, tokens, length))
+        length = min(length, model.config.context_length)
+        about = {"text": _source(text).describe(), "length": length}
+        kept = folder or stack.enter_context(tempfile.TemporaryDirectory())
+        return tune_model(
+            model,
+            batches,
+            exits,
+            chosen,
+            kind=kind,
+            windows=max(tokens // length, 2),
+            folder=kept,
+            about=about,
+            watch=watch,
         )
-        if fit(with_base(values, place), place).stopped is not None:
-            raise KeyboardInterrupt
-        made = language_model.load(place)
-    return dataclasses.replace(made, source=None if workdir is None else made.source)
 
 
 @contextlib.contextmanager
@@ -151,17 +145,22 @@ def _batches(
     require_count("length", length)
     require_count("tokens", tokens)
     length = min(length, model.config.context_length)
-    named = _named(text)
-    readable = all(hasattr(text, name) for name in ("documents", "describe"))
-    allowed = "must be files, globs, or a data.Source"
-    require(named is not None or readable, "text", text, allowed)
-    source: Any = text if named is None else data.source(named)
+    source = _source(text)
     with tempfile.TemporaryDirectory() as folder:
         packed = data.pack(source, model.tokenizer, folder, validation_fraction=0.0)
         batches = data.batches(
             packed.split("train"), BATCH, length, limit=-(-tokens // (BATCH * length))
         )
         yield (strip(batch, False) for batch in batches)
+
+
+def _source(text: Any) -> Source:
+    """Return the source that `text` is or names."""
+    named = _named(text)
+    readable = all(hasattr(text, name) for name in ("documents", "describe"))
+    allowed = "must be files, globs, or a data.Source"
+    require(named is not None or readable, "text", text, allowed)
+    return text if named is None else data.source(named)
 
 
 def _named(text: Any) -> tuple[str, ...] | None:

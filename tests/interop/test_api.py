@@ -2,12 +2,10 @@
 
 import dataclasses
 import json
-import signal
 
 import jax
 import numpy as np
 import pytest
-import small_runs
 
 import eejax
 from eejax.checkpoint.language_model import LanguageModel, tokenizer_of
@@ -19,6 +17,7 @@ from eejax.inference.scoring import score
 from eejax.inference.weights import prepare
 from eejax.models import params
 from eejax.models.config import ModelConfig
+from eejax.tuning import states
 
 
 def test_three_lines(eejax_data, tmp_path):
@@ -123,16 +122,21 @@ def test_paths_are_text_and_wrong_arguments_are_named(small_run, tmp_path):
         for call in (model.grade, model.calibrate, lambda text: model.tune(text, [0])):
             with pytest.raises(ConfigError, match="^text = .*: must be files, globs"):
                 call(wrong)
-    for wrong in ([], 3, None, "34"):
-        with pytest.raises(ConfigError, match="^exits = .*: must be a list of the boundaries"):
+    for wrong in ([], 3, None, "34", [True], [3], [-1], [1.0]):
+        with pytest.raises(ConfigError, match="^exits = .*: must be a list of numbers of layers"):
             model.tune(text, wrong)
+    for wrong, field in ((dict(kind="mpl"), "kind"), (dict(passes=0), "TuningOptions.passes")):
+        with pytest.raises(ConfigError, match=f"^{field} = "):
+            model.tune(text, [0], **wrong)
+    with pytest.raises(TypeError, match="steps"):
+        model.tune(text, [0], steps=3)
+    with pytest.raises(OSError, match=r"a\.txt"):
+        model.tune(text, [0], folder=text, tokens=64, length=16)
     for wrong in (1, [True], [1.0], []):
         with pytest.raises(ConfigError, match=r"^boundaries = .*: must be in 0\.\."):
             model.calibrate(text, boundaries=wrong)
     with pytest.raises(ConfigError, match="^every = 0: must be an integer"):
         model.calibrate(text, every=0)
-    with pytest.raises(ConfigError, match="^workdir = .*a.txt': cannot be made"):
-        model.tune(text, [0], workdir=text, steps=1, batch_size=1, length=16)
     with pytest.raises(ConfigError, match="^path = None: must be the path"):
         eejax.load(None)
     for wrong in (True, "0.9", [0.9]):
@@ -169,18 +173,31 @@ def test_a_threshold_without_exits_is_told(small_run):
         model.generate("class A:", 4, threshold=0.5)
 
 
-def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path):
+@pytest.mark.parametrize("kind", ["norm", "mlp", "block"])
+def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path, kind):
     model = eejax.load(small_run)
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
-    text, size = str(tmp_path / "a.txt"), dict(batch_size=2, length=32)
-    few = model.tune(text, [0], steps=1, learning_rate=1e-9, **size)
-    made = model.tune(text, [0], steps=60, learning_rate=1e-2, workdir=tmp_path / "run", **size)
-    assert few.source is None and made.source == tmp_path / "run" and made.step == 60
+    text, lines = str(tmp_path / "a.txt"), []
+    made = model.tune(text, [0, 2], kind=kind, tokens=2000, length=32, passes=3, watch=lines.append)
+    assert made.source == model.source and made.calibration is None and len(lines) == 4
     assert made.config.exit_boundaries == (0, *model.config.exit_boundaries)
-    before, after, base = (m.grade(text, tokens=2000).losses for m in (few, made, model))
-    assert after[0] < before[0] - 0.2 and after[1:] == before[1:] == base
-    with pytest.raises(ConfigError, match="exits"):
-        model.tune(text, [9], steps=1)
+    for before, after in zip(made.tuning.before, made.tuning.after, strict=True):
+        assert after.loss < before.loss - 0.01 and after.agreement >= before.agreement
+    losses, base = (m.grade(text, tokens=2000).losses for m in (made, model))
+    assert (losses[1], losses[3]) == (base[0], base[2]) and losses[2] != base[1]
+    own = jax.tree.leaves(model.params["layers"])
+    assert all(a is b for a, b in zip(own, jax.tree.leaves(made.params["layers"]), strict=True))
+
+
+def test_tuned_exits_are_saved_with_the_model(small_run, tmp_path):
+    model = eejax.load(small_run)
+    (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 50)
+    made = model.tune(str(tmp_path / "a.txt"), [1], tokens=500, length=16, passes=1)
+    made.save(tmp_path / "saved")
+    again = eejax.load(tmp_path / "saved")
+    assert again.config.exits == made.config.exits
+    trees = (jax.tree.leaves(m.params["exits"]) for m in (made, again))
+    assert all(np.array_equal(a, b) for a, b in zip(*trees, strict=True))
 
 
 def test_a_model_of_no_family_of_hugging_face_is_tuned(tmp_path):
@@ -199,24 +216,30 @@ def test_a_model_of_no_family_of_hugging_face_is_tuned(tmp_path):
     weights = params.init(config, jax.random.key(0))
     model = LanguageModel(config, weights, ByteTokenizer(), metadata={"pretrained": facts})
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 50)
-    text, size = str(tmp_path / "a.txt"), dict(steps=1, batch_size=2, length=16)
+    text, size = str(tmp_path / "a.txt"), dict(passes=1, tokens=320, length=16)
     with pytest.raises(ConfigError):
         model.save(tmp_path / "none")
     made = model.tune(text, [1], **size)
     assert made.config.exit_boundaries == (1, 2) and made.config.dtype == "bfloat16"
     assert made.generation == facts["generation"]
-    with pytest.raises(ConfigError, match="text = .*: must be files, globs"):
-        model.tune(eejax.data.source(text), [1], **size)
+    same = model.tune(eejax.data.source(text), [1], **size)
+    assert same.tuning == made.tuning
 
 
-def test_a_tuning_that_is_stopped_is_interrupted_and_goes_on(small_run, tmp_path):
-    model = eejax.load(small_run)
+def test_a_tuning_that_is_interrupted_goes_on(small_run, tmp_path, monkeypatch):
+    model, folder = eejax.load(small_run), tmp_path / "states"
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
-    text, size = str(tmp_path / "a.txt"), dict(steps=3, batch_size=2, length=32)
-    with pytest.MonkeyPatch.context() as patch:
-        small_runs.stop_at(patch, 1, signal.SIGINT)
-        with pytest.raises(KeyboardInterrupt):
-            model.tune(text, [0], workdir=tmp_path / "run", **size)
-    with pytest.raises(CheckpointError, match="a tuning run that has not ended"):
-        eejax.load(tmp_path / "run")
-    assert model.tune(text, [0], workdir=tmp_path / "run", **size).step == 3
+    text, size = str(tmp_path / "a.txt"), dict(tokens=2000, length=32, passes=2, folder=folder)
+    whole = model.tune(text, [0], **(size | dict(folder=tmp_path / "other")))
+
+    def stop(line):
+        if "pass 1" in line:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        model.tune(text, [0], watch=stop, **size)
+    computed = []
+    monkeypatch.setattr(states, "_pass", lambda *a: computed.append(a))
+    assert model.tune(text, [0], **size).tuning == whole.tuning and not computed
+    with pytest.raises(ConfigError, match="holds a tuning of other settings: boundaries"):
+        model.tune(text, [1], **size)

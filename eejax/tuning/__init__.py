@@ -1,0 +1,15 @@
+"""Training of exits on the stored states of a model that stays as it is."""
+
+from eejax.tuning.states import StoredStates
+from eejax.tuning.training import ExitQuality, TuningOptions
+from eejax.tuning.tuning import KINDS, ExitKind, Tuning, tune_model
+
+__all__ = [
+    "KINDS",
+    "ExitKind",
+    "ExitQuality",
+    "StoredStates",
+    "Tuning",
+    "TuningOptions",
+    "tune_model",
+]

@@ -1,0 +1,108 @@
+"""Exits of a pretrained model, as `eejax.tune` trains them on stored states."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+from eejax.calibration.calibration import with_exits
+from eejax.checkpoint.digest import digest
+from eejax.checkpoint.language_model import LanguageModel
+from eejax.checkpoint.settings import require_same_settings
+from eejax.common.errors import is_integer, require, require_count, require_one_of
+from eejax.tuning import states
+from eejax.tuning.training import ExitQuality, TuningOptions, train_exits
+
+ExitKind = Literal["norm", "mlp", "block"]
+KINDS: tuple[ExitKind, ...] = get_args(ExitKind)
+SETTINGS = "tuning.json"
+
+
+class Tuning(NamedTuple):
+    """Outcome of a tuning (`LanguageModel.tuning`).
+
+    Attributes:
+      before: quality of each tuned exit on held-out text, as it was.
+      after: as it is now.
+      tokens: positions that exits were trained at, all passes together.
+    """
+
+    before: tuple[ExitQuality, ...]
+    after: tuple[ExitQuality, ...]
+    tokens: int
+
+
+def tune_model(
+    model: LanguageModel,
+    batches: Iterable[Mapping[str, Any]],
+    boundaries: Sequence[int],
+    options: TuningOptions,
+    *,
+    kind: ExitKind = "mlp",
+    windows: int,
+    folder: str | os.PathLike,
+    about: Mapping[str, Any] | None = None,
+    watch: Callable[[str], None] | None = None,
+) -> LanguageModel:
+    """Return the model with exits trained on batches of text (`data.batches`).
+
+    The given model stays as it is and shares its other leaves with the new one.
+
+    Args:
+      model: the model.
+      batches: batches of text.
+      boundaries: boundaries of the exits. An exit that the model has is trained further.
+      options: settings of the training.
+      kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
+      windows: maximum number of windows of text.
+      folder: where states are kept, and what an interrupted tuning resumes from.
+      about: further settings that the tuning depends on, such as its text.
+      watch: called with lines of progress.
+
+    Raises:
+      ConfigError: for impossible boundaries, another kind, an exit with a router, and a folder of
+        another tuning.
+      DataError: for text that is too short.
+      CheckpointError: for a folder whose files cannot be read.
+    """
+    config, say = model.config, watch or (lambda text: None)
+    require_one_of("kind", kind, KINDS)
+    require_count("windows", windows)
+    listed = isinstance(boundaries, Sequence | set | frozenset) and not isinstance(boundaries, str)
+    require(
+        listed
+        and all(map(is_integer, boundaries))
+        and len(boundaries) > 0
+        and all(n in range(config.n_layers) for n in boundaries),
+        "exits",
+        boundaries,
+        f"must be a list of numbers of layers in 0..{config.n_layers - 1}, such as "
+        f"[{config.n_layers // 3}]",
+    )
+    chosen = tuple(sorted({*boundaries}))
+    routed = [e.boundary for e in config.exits if e.router and e.boundary in chosen]
+    require(
+        not routed,
+        "exits",
+        boundaries,
+        f"must leave exits with a router as they are ({routed}), which were trained for it",
+        "Tune the model before it is calibrated, and calibrate the result.",
+    )
+    whole, has = with_exits(model.params, config, chosen, mlp=kind == "mlp", block=kind == "block")
+    folder = pathlib.Path(folder)
+    settings = {
+        "boundaries": list(chosen),
+        "windows": windows,
+        "about": {"parameters": digest(has, whole), **(about or {})},
+    }
+    require_same_settings(folder / SETTINGS, settings, [states.PROGRESS_FILE], "tuning")
+    kept = states.collect(
+        whole, has, chosen, batches, windows, folder, k=options.predictions, watch=say
+    )
+    found = train_exits(whole, has, kept, options, watch=say)
+    params = whole | {"exits": whole["exits"] | found.exits}
+    tuning = Tuning(found.before, found.after, found.tokens)
+    return dataclasses.replace(model, config=has, params=params, tuning=tuning, calibration=None)
