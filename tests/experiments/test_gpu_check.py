@@ -110,15 +110,15 @@ def test_a_stage_that_raises_ends_with_its_line_and_others_go_on(tmp_path, modul
 
 def test_a_stage_ends_at_its_time_limit_with_what_it_has(tmp_path, modules):
     slow = modules("slow", SLOW.replace("SECONDS", "60"))
-    (result,) = stages.run([slow], settings(tmp_path, seconds=6.0))
-    assert not result["ok"] and "time limit of 6 s" in result["error"]
+    (result,) = stages.run([slow], settings(tmp_path, seconds=3.0))
+    assert not result["ok"] and "time limit of 3 s" in result["error"]
     assert result["figures"] == {"first": 1} and result["seconds"] < 20
 
 
 def test_a_time_limit_hides_no_error(tmp_path, modules):
     wrong = SLOW.replace("lambda: 1)", "lambda: 1 / 0)").replace("SECONDS", "60")
-    (result,) = stages.run([modules("wrong", wrong)], settings(tmp_path, seconds=6.0))
-    assert "time limit of 6 s" in result["error"]
+    (result,) = stages.run([modules("wrong", wrong)], settings(tmp_path, seconds=3.0))
+    assert "time limit of 3 s" in result["error"]
     assert "first: ZeroDivisionError: division by zero" in result["error"]
 
 

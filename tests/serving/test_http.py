@@ -343,7 +343,7 @@ async def test_full_dead_and_back():
 @run
 async def test_a_server_that_ends_answers_what_is_under_way(service):
     async with client_of(service) as client:
-        asked = dict(model="m", prompt=[STALL, 1], max_tokens=20, n=6)
+        asked = dict(model="m", prompt=[STALL, 1], max_tokens=9, n=6)
         task = asyncio.create_task(client.post("/v1/completions", json=asked))
         while client.service.active < 6:
             await asyncio.sleep(0.01)

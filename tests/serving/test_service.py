@@ -262,13 +262,13 @@ async def test_what_runs_is_finished_and_nobody_else_comes_in():
     service = Service(Scripted(), ServiceOptions(grace=60))
     await service.start()
     process = service._engine.process
-    tasks = [asyncio.create_task(gathered(service, [STALL, i], 20)) for i in range(8)]
+    tasks = [asyncio.create_task(gathered(service, [STALL, i], 9)) for i in range(8)]
     await until(lambda: service.load.running == 4)
     stopping = asyncio.create_task(service.stop())
     await asyncio.sleep(0)
     with pytest.raises(EngineUnavailable, match="the engine is draining"):
         await gathered(service, [3], 9)
-    assert [len(tokens) for tokens, _ in await asyncio.gather(*tasks)] == [20] * 8
+    assert [len(tokens) for tokens, _ in await asyncio.gather(*tasks)] == [9] * 8
     await stopping
     assert not process.is_alive() and service.state == s.STOPPED
 

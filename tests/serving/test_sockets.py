@@ -61,8 +61,8 @@ def test_who_leaves_frees_the_slot_or_the_place(server, stream, caplog):
 
 def test_who_does_not_read_holds_nobody_up(server):
     address, service = server
-    silent = [sent(address, prompt=[STALL, i], stream=True, n=8) for i in range(3)]
-    until(lambda: service.active == 24)
+    silent = [sent(address, prompt=[STALL, i], stream=True, n=4, max_tokens=20) for i in range(3)]
+    until(lambda: service.active == 12)
     asked = dict(model="m", prompt="abc", max_tokens=3, priority=1)
     assert httpx.post(f"{address}/v1/completions", json=asked, timeout=60).status_code == 200
     for connection in silent:

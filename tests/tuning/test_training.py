@@ -60,27 +60,31 @@ def test_a_step_is_that_of_autodiff_through_the_model(whole, stored):
     order = np.random.default_rng(0).permutation(WINDOWS)
     held, own = order[:1], np.sort(order[1:])
 
-    def losses(tree, rows):
+    @jax.jit
+    def losses(tree, tokens, labels):
         p = whole | {"exits": tree}
-        *early, last = transformer.exit_states(p, CONFIG, tokens[rows])
+        *early, last = transformer.exit_states(p, CONFIG, tokens)
         final = exits.logits(exits.head(whole, CONFIG, 3), last)
         q = jax.lax.stop_gradient(jax.nn.softmax(final))
-        counted = labels[rows] >= 0
+        counted = labels >= 0
         found = []
         for e, h in enumerate(early):
             logp = jax.nn.log_softmax(exits.logits(exits.head(p, CONFIG, e), h))
             agree = (jnp.argmax(logp, -1) == jnp.argmax(final, -1)) & counted
             loss = -jnp.sum(jnp.where(counted[..., None], q * logp, 0.0), -1)
-            n = float(counted.sum())
+            n = jnp.sum(counted.astype(jnp.float32))
             found.append((jnp.sum(loss) / n, jnp.sum(agree.astype(jnp.float32)) / n))
         return found
 
-    before = losses(whole["exits"], held)
+    before = losses(whole["exits"], tokens[held], labels[held])
     for quality, (loss, agreement), boundary in zip(found.before, before, BOUNDARIES, strict=True):
         assert quality.boundary == boundary and quality.loss == pytest.approx(float(loss), rel=5e-3)
         assert quality.agreement == pytest.approx(float(agreement))
     assert found.tokens == (labels[own] >= 0).sum()
-    gradient = jax.grad(lambda tree: sum(a for a, _ in losses(tree, own)))(whole["exits"])
+    gradient_of = jax.jit(
+        jax.grad(lambda tree: sum(a for a, _ in losses(tree, tokens[own], labels[own])))
+    )
+    gradient = gradient_of(whole["exits"])
     moved = jax.tree.map(lambda new, old: np.asarray(new - old), found.exits, whole["exits"])
     head = moved["exit_2"].pop("head")
     assert not head.any()  # a head is not trained
