@@ -53,12 +53,13 @@ def main() -> None:
             batches = inputs.held_out(config, run.dataset(), _BATCH_SIZE.value, _BATCHES.value)
         own = f"the run's held-out part of {config.source}"
         launch.say(f"evaluating on {', '.join(_TEXT.value) or own} ...")
+        params, architecture = evaluate.of_all_tokens(model.params, model.config)
         result = evaluate.evaluate_mixture(
-            step.make_eval_step(model.config, mesh),
-            model.params,
+            step.make_eval_step(architecture, mesh),
+            params,
             batches,
             mesh,
-            metrics.exit_names(model.config),
+            metrics.exit_names(architecture),
             model.tokenizer.byte_lengths,
         )
     if not distributed.is_first():

@@ -47,6 +47,8 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # version, so that a change of any of them compiles anew.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# Lines of Python beside every operation of a program take a twentieth of a run to write down.
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 import hypothesis  # noqa: E402
 import jax  # noqa: E402

@@ -259,7 +259,6 @@ def draft_cost(config: ModelConfig, options: EngineOptions) -> float:
     declared = params.abstract(config)
     layer = size(params.layer(config))
     own = {k: v for k, v in exits.exit_params(declared, config, 0).items() if k != "head"}
-    below = (
-        config.exit_boundaries[0] * layer + size(own) + size(exits.head(declared, config, 0).table)
-    )
-    return below / (config.n_layers * layer + size(exits.head(declared, config, 1).table))
+    known = exits.head(declared, config, 0).options.vocab_size
+    below = config.exit_boundaries[0] * layer + size(own) + known * config.d_model
+    return below / (config.n_layers * layer + config.padded_vocab * config.d_model)

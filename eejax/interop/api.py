@@ -22,7 +22,7 @@ from eejax.common.errors import ConfigError, require, require_count
 from eejax.data import Batch, Source
 from eejax.inference import EngineOptions, GenerationResult, Generator
 from eejax.sharding.mesh import MeshConfig, known_mesh
-from eejax.train.evaluate import Evaluation, evaluate
+from eejax.train.evaluate import Evaluation, evaluate, of_all_tokens
 from eejax.train.inputs import strip
 from eejax.train.metrics import exit_names
 from eejax.train.step import make_eval_step
@@ -88,6 +88,7 @@ def tune(
     exits: Sequence[int],
     *,
     kind: ExitKind = "mlp",
+    vocabulary: int | None = None,
     tokens: int = 100_000,
     length: int = 256,
     folder: str | os.PathLike | None = None,
@@ -107,6 +108,8 @@ def tune(
       exits: boundaries of the exits. Existing exits are trained further; new ones begin as copies
         of the final norm and head.
       kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
+      vocabulary: number of tokens that a new exit knows, the first ones, so that its head is cheap;
+        0 for all. By default they are nine tenths of the final exit's predictions on the text.
       tokens: maximum tokens of text, evenly spaced if it has more.
       length: tokens of a window of text.
       folder: where the states are kept, and from where the same call continues after an
@@ -130,6 +133,7 @@ def tune(
             exits,
             chosen,
             kind=kind,
+            vocabulary=vocabulary,
             windows=max(tokens // length, 2),
             folder=kept,
             about=about,
@@ -181,6 +185,8 @@ def grade(
 ) -> Evaluation:
     """Measure loss, perplexity and bits per byte of every exit on `text`.
 
+    Exits of a smaller vocabulary are left out: some tokens have no loss there.
+
     Args:
       text: files, globs, or any `data.Source`.
       tokens: tokens of it that are measured, evenly spaced, in whole batches of 16 windows.
@@ -191,11 +197,12 @@ def grade(
       ConfigError: for counts below 1, or another kind of text.
     """
     mesh = known_mesh(MeshConfig())
+    params, config = of_all_tokens(model.params, model.config)
     if GRADING not in model.cache:
-        model.cache[GRADING] = make_eval_step(model.config, mesh)
-    names, byte_lengths = exit_names(model.config), model.tokenizer.byte_lengths
+        model.cache[GRADING] = make_eval_step(config, mesh)
+    names, byte_lengths = exit_names(config), model.tokenizer.byte_lengths
     with _batches(model, text, tokens, length) as batches:
-        return evaluate(model.cache[GRADING], model.params, batches, mesh, names, byte_lengths)
+        return evaluate(model.cache[GRADING], params, batches, mesh, names, byte_lengths)
 
 
 def generate(

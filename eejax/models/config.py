@@ -119,6 +119,9 @@ class ExitConfig:
       norm: whether it has its own final norm.
       head: "tied" to the input embedding, "shared" with all exits that say so, or its "own".
       router: bottleneck width of the router (`gates.router`), the same for all exits; 0 for none.
+      vocabulary: the exit knows the first so many token ids alone and gives no other token a
+        probability (FR-Spec, Zhao et al. 2025); 0 for all. Merges of BPE number frequent tokens
+        first. It makes a cheap draft, and its head cannot be trained on labels.
     """
 
     boundary: int
@@ -128,6 +131,7 @@ class ExitConfig:
     head: HeadKind = "tied"
     temperature: float = 1.0
     router: int = 0
+    vocabulary: int = 0
 
     def __post_init__(self):
         require(
@@ -144,6 +148,12 @@ class ExitConfig:
             "ExitConfig.router",
             self.router,
             "must be a positive width, or 0 for no router",
+        )
+        require(
+            self.vocabulary == 0 or is_size(self.vocabulary),
+            "ExitConfig.vocabulary",
+            self.vocabulary,
+            "must be a positive number of token ids, or 0 for all",
         )
 
     @property
@@ -400,6 +410,19 @@ class ModelConfig:
             "must be sorted by boundary",
             f"Write them as {sorted(boundaries)}.",
         )
+        for e in self.exits:
+            require(
+                e.vocabulary <= self.vocab_size,
+                f"{field}.vocabulary",
+                e.vocabulary,
+                f"must be at most vocab_size ({self.vocab_size}), or 0 for all",
+            )
+            require(
+                not e.vocabulary or e.boundary < self.n_layers,
+                f"{field}.vocabulary",
+                e.vocabulary,
+                "must be 0 at the last boundary, where tokens of all kinds leave",
+            )
         widths = sorted({e.router for e in self.exits if e.router})
         require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")
         require(

@@ -26,7 +26,11 @@ from eejax.sharding.spread import gathered
 
 @dataclasses.dataclass(frozen=True)
 class HeadOptions:
-    """Static options of a head: logits = softcap(h @ table.T + bias) / temperature."""
+    """Static options of a head: logits = softcap(h @ table.T + bias) / temperature.
+
+    Attributes:
+      vocab_size: tokens that it knows, by the first rows of its table; other rows are masked.
+    """
 
     vocab_size: int
     softcap: float | None = None
@@ -60,14 +64,33 @@ def exit_params(params: Tree, config: ModelConfig, e: int) -> Tree:
 def head(params: Tree, config: ModelConfig, e: int) -> Head:
     """Return the output embedding of exit e."""
     own = exit_params(params, config, e)
-    where = head_name(config, e)
-    if where == "own":
+    if "head" in own:
         table = own["head"]
     else:
-        table = params["embed"]["tokens"] if where == "tied" else params["shared_head"]
-    temperature = config.temperature if e == config.n_exits else config.exits[e].temperature
-    options = HeadOptions(config.vocab_size, config.logit_softcap, temperature)
+        tied = head_name(config, e) == "tied"
+        table = params["embed"]["tokens"] if tied else params["shared_head"]
+    early = None if e == config.n_exits else config.exits[e]
+    temperature = early.temperature if early else config.temperature
+    known = (early.vocabulary if early else 0) or config.vocab_size
+    options = HeadOptions(known, config.logit_softcap, temperature)
     return Head(table, own.get("head_bias"), options)
+
+
+def with_known_rows(params: Tree, config: ModelConfig) -> Tree:
+    """Return the trees of a model's exits, where one of a smaller vocabulary has a head of its own
+    with the rows that it knows, so that no product reads the others.
+
+    A head is not sliced inside a program: XLA would copy the rows in each step. `params` holds the
+    exits that are loaded, on one device.
+    """
+    trees = dict(params["exits"])
+    for e, early in enumerate(config.exits):
+        if early.vocabulary and early.name in trees:
+            table, bias, _ = head(params, config, e)
+            rows = {"head": table, "head_bias": bias}
+            known = {k: a[: early.vocabulary] for k, a in rows.items() if a is not None}
+            trees[early.name] = trees[early.name] | known
+    return trees
 
 
 def logits(head: Head, h: jax.Array, axis: str | None = None) -> jax.Array:
@@ -119,7 +142,8 @@ def _statistics(head, h, norm: Tree, norm_options, axis) -> HeadStatistics:
 def label_logits(head: Head, h: jax.Array, labels: jax.Array) -> jax.Array:
     """Compute the float32 logit [n] of each state [n, d] for its own label [n]."""
     y = jnp.einsum("nd,nd->n", h, head.table[labels], preferred_element_type=jnp.float32)
-    return _shaped(y, None if head.bias is None else head.bias[labels], head.options)
+    y = _shaped(y, None if head.bias is None else head.bias[labels], head.options)
+    return jnp.where(labels < head.options.vocab_size, y, layers.NEGATIVE)
 
 
 def whole_logits(head: Head, h: jax.Array, axes: Axes = LOCAL) -> jax.Array:
@@ -262,7 +286,11 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
 
     def logits():
         state = read(params, config, e, h[:, None], axes)[:, 0]
-        return whole_logits(head(params, config, e), state, axes)
+        y = whole_logits(head(params, config, e), state, axes)
+        unknown = config.padded_vocab - y.shape[-1]  # rows that `with_known_rows` left out
+        if unknown:
+            y = jnp.pad(y, [(0, 0), (0, unknown)], constant_values=layers.NEGATIVE)
+        return y
 
     def statistics():
         p, x = _unnormed(params, config, e, h[:, None], axes)

@@ -14,6 +14,7 @@ from eejax.common.errors import DataError
 from eejax.common.tables import table
 from eejax.common.trees import Tree
 from eejax.data import IGNORE, Batch
+from eejax.models.config import ModelConfig
 from eejax.train.step import put_batch
 
 
@@ -67,6 +68,18 @@ class Evaluation:
         cells = [[n, f"{x:.4f}", f"{p:.3f}", f"{b:.4f}"] for n, x, p, b in rows]
         lines.append(table(["exit", "loss", "perplexity", "bits/byte"], cells))
         return "\n".join([*lines, f"{self.tokens} tokens"])
+
+
+def of_all_tokens(params: Tree, config: ModelConfig) -> tuple[Tree, ModelConfig]:
+    """Leave out exits of a smaller vocabulary (`ExitConfig.vocabulary`).
+
+    They give some labels no probability, so that their mean loss would be infinite.
+    """
+    kept = tuple(e for e in config.exits if not e.vocabulary)
+    if len(kept) == config.n_exits:
+        return params, config
+    trees = {e.name: params["exits"][e.name] for e in kept}
+    return params | {"exits": trees}, config.replace(exits=kept)
 
 
 def evaluate(

@@ -90,8 +90,17 @@ class Program:
         """Raise `ConfigError` if the model does not fit the mesh, before any work is done.
 
         A run that is only read needs no stages, so its experiment may ask to fill their bubbles.
+        Exits of a smaller vocabulary, too, may be read but not trained on labels.
         """
         e = self.experiment
+        known = {x.boundary: x.vocabulary for x in e.model.exits if x.vocabulary}
+        require(
+            not known,
+            "model.exits.vocabulary",
+            known,
+            "must be 0 for every exit of a run: labels that an exit does not know have no loss",
+            "Leave the exits out, and train them by eejax.tune, from the final exit.",
+        )
         require(
             e.pipeline.fill == "none" or e.mesh.pipe > 1,
             "pipeline.fill",

@@ -32,6 +32,7 @@ from eejax.losses.cross_entropy import IGNORE
 from eejax.losses.soft_targets import SoftTargets, soft_cross_entropy
 from eejax.models import exits, layers, params
 from eejax.models.config import ModelConfig
+from eejax.models.exits import Head
 from eejax.tuning.states import StoredStates
 
 WARM_UP = 0.05  # share of the steps in which the learning rate rises
@@ -73,7 +74,7 @@ class ExitQuality(NamedTuple):
     Attributes:
       boundary: layers below it.
       agreement: share of positions at which its most likely token is the final exit's.
-      loss: mean cross entropy with the final exit's likeliest tokens, in nats.
+      loss: mean cross entropy with the final exit's likeliest tokens that it knows, in nats.
     """
 
     boundary: int
@@ -132,7 +133,8 @@ def train_exits(
     parts = {name: _split(whole["exits"][name]) for name in names}
     chosen = {name: own for name, (own, _) in parts.items()}
     trained = jax.tree.map(lambda a: jnp.array(a, copy=True), chosen)  # steps donate it
-    rest = whole | {"exits": {name: frozen for name, (_, frozen) in parts.items()}}
+    known = exits.with_known_rows(whole, config)
+    rest = whole | {"exits": {name: _split(known[name])[1] for name in names}}
     rest = {k: rest[k] for k in ("embed", "shared_head", "exits") if k in rest}
     optimizer = _optimizer(config, options, steps, trained)
     state = optimizer.init(trained)
@@ -229,6 +231,21 @@ def _targets(tokens: jax.Array, logprobs: jax.Array, labels: jax.Array) -> SoftT
     return SoftTargets(rows, p / jnp.sum(p, -1, keepdims=True), counted)
 
 
+def _known(targets: SoftTargets, head: Head) -> SoftTargets:
+    """Leave out tokens that a head does not know; a position counts by the rest."""
+    known = targets.rows < head.options.vocab_size
+    p = jnp.where(known, targets.probabilities, 0.0)
+    total = jnp.sum(p, -1)
+    p = p / jnp.where(total > 0, total, 1.0)[:, None]
+    return SoftTargets(jnp.where(known, targets.rows, 0), p, targets.weights * total)
+
+
+def _cost(whole: Tree, config: ModelConfig, e: int, x: jax.Array, targets: SoftTargets):
+    """Return the states [n, d] that exit e's head reads, the head, and the sum of its costs."""
+    h, head = _state(whole, config, e, x), exits.head(whole, config, e)
+    return h, head, soft_cross_entropy(h, head, _known(targets, head))
+
+
 def _with(rest: Tree, trained: Tree, dtype: Any) -> Tree:
     own = {name: tree | rest["exits"][name] for name, tree in trained.items()}
     return rest | {"exits": params.for_compute(own, dtype)}
@@ -247,8 +264,7 @@ def _step(trained, state, rest, arrays, *, config, exits_, optimizer):
     def loss(trained):
         whole = _with(rest, trained, config.dtype)
         costs = [
-            soft_cross_entropy(_state(whole, config, e, x), exits.head(whole, config, e), targets)
-            for e, x in zip(exits_, states, strict=True)
+            _cost(whole, config, e, x, targets)[2] for e, x in zip(exits_, states, strict=True)
         ]
         return sum(costs) / count
 
@@ -266,10 +282,10 @@ def _measure(trained, arrays, *, rest, config, exits_):
     whole = _with(rest, trained, config.dtype)
     agreements, losses = [], []
     for e, x in zip(exits_, states, strict=True):
-        h, head = _state(whole, config, e, x), exits.head(whole, config, e)
+        h, head, cost = _cost(whole, config, e, x, targets)
         best = argmax(exits.logits(head, h))
         agreements.append(jnp.sum(counted & (best == targets.rows[:, 0])))
-        losses.append(soft_cross_entropy(h, head, targets))
+        losses.append(cost)
     return jnp.stack(agreements), jnp.stack(losses), jnp.sum(counted)
 
 

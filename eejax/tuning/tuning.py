@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
 
 from eejax.calibration.calibration import with_exits
 from eejax.checkpoint.digest import digest
 from eejax.checkpoint.language_model import LanguageModel
 from eejax.checkpoint.settings import require_same_settings
 from eejax.common.errors import is_integer, require, require_count, require_one_of
+from eejax.losses.cross_entropy import IGNORE
+from eejax.models.config import ModelConfig
 from eejax.tuning import states
 from eejax.tuning.training import ExitQuality, TuningOptions, train_exits
 
 ExitKind = Literal["norm", "mlp", "block"]
 KINDS: tuple[ExitKind, ...] = get_args(ExitKind)
 SETTINGS = "tuning.json"
+KNOWN_SHARE = 0.9  # of the final exit's predictions, by the vocabulary of a new exit
 
 
 class Tuning(NamedTuple):
@@ -42,6 +48,7 @@ def tune_model(
     options: TuningOptions,
     *,
     kind: ExitKind = "mlp",
+    vocabulary: int | None = None,
     windows: int,
     folder: str | os.PathLike,
     about: Mapping[str, Any] | None = None,
@@ -57,6 +64,8 @@ def tune_model(
       boundaries: boundaries of the exits. An exit that the model has is trained further.
       options: settings of the training.
       kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
+      vocabulary: `ExitConfig.vocabulary` of new exits. By default it holds nine tenths of the final
+        exit's predictions on the text, and all tokens where that is over half of them.
       windows: maximum number of windows of text.
       folder: where states are kept, and what an interrupted tuning resumes from.
       about: further settings that the tuning depends on, such as its text.
@@ -71,6 +80,13 @@ def tune_model(
     config, say = model.config, watch or (lambda text: None)
     require_one_of("kind", kind, KINDS)
     require_count("windows", windows)
+    if vocabulary is not None:
+        require(
+            is_integer(vocabulary) and 0 <= vocabulary <= config.vocab_size,
+            "vocabulary",
+            vocabulary,
+            f"must be a number of tokens up to {config.vocab_size}, 0 for all, or None",
+        )
     listed = isinstance(boundaries, Sequence | set | frozenset) and not isinstance(boundaries, str)
     require(
         listed
@@ -102,7 +118,36 @@ def tune_model(
     kept = states.collect(
         whole, has, chosen, batches, windows, folder, k=options.predictions, watch=say
     )
+    known = _known(kept, config) if vocabulary is None else vocabulary
+    if known:
+        share = _share(kept, known)
+        say(
+            f"new exits know {known} of {config.vocab_size} tokens, which are {share:.1%} of the "
+            "final exit's predictions"
+        )
+    old = {e.boundary for e in config.exits}
+    has = has.replace(
+        exits=tuple(
+            e if e.boundary in old else dataclasses.replace(e, vocabulary=known) for e in has.exits
+        )
+    )
     found = train_exits(whole, has, kept, options, watch=say)
     params = whole | {"exits": whole["exits"] | found.exits}
     tuning = Tuning(found.before, found.after, found.tokens)
     return dataclasses.replace(model, config=has, params=params, tuning=tuning, calibration=None)
+
+
+def _predicted(stored: states.StoredStates) -> np.ndarray:
+    """Return the final exit's most likely token at every counted position, [n]."""
+    return stored.tokens[..., 0][np.asarray(stored.labels) != IGNORE]
+
+
+def _share(stored: states.StoredStates, known: int) -> float:
+    return float(np.mean(_predicted(stored) < known))
+
+
+def _known(stored: states.StoredStates, config: ModelConfig) -> int:
+    """Return the vocabulary of new exits, 0 for all tokens."""
+    largest = np.quantile(_predicted(stored), KNOWN_SHARE, method="higher")
+    known = 128 * math.ceil((int(largest) + 1) / 128)  # rows that matrix products like
+    return known if 2 * known <= config.vocab_size else 0

@@ -94,7 +94,6 @@ def with_forms(*fast: tuple[str, str], engines: tuple[str, ...]):
 
 # Of recompute by the kernel's attention, the tests below have one row and slots.
 @with_forms(
-    ("kernels", "full"),
     ("kernels", "speculative"),
     ("operations", "recompute"),
     engines=("full", "recompute", "speculative"),

@@ -17,7 +17,7 @@ from eejax.inference.scoring import score
 from eejax.inference.weights import prepare
 from eejax.models import params
 from eejax.models.config import ModelConfig
-from eejax.tuning import states
+from eejax.tuning import states, tuning
 
 
 def test_three_lines(eejax_data, tmp_path):
@@ -178,7 +178,8 @@ def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path, kind):
     model = eejax.load(small_run)
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
     text, lines = str(tmp_path / "a.txt"), []
-    made = model.tune(text, [0, 2], kind=kind, tokens=2000, length=32, passes=3, watch=lines.append)
+    size = dict(tokens=2000, length=32, passes=3, vocabulary=0)
+    made = model.tune(text, [0, 2], kind=kind, watch=lines.append, **size)
     assert made.source == model.source and made.calibration is None and len(lines) == 4
     assert made.config.exit_boundaries == (0, *model.config.exit_boundaries)
     for before, after in zip(made.tuning.before, made.tuning.after, strict=True):
@@ -187,6 +188,26 @@ def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path, kind):
     assert (losses[1], losses[3]) == (base[0], base[2]) and losses[2] != base[1]
     own = jax.tree.leaves(model.params["layers"])
     assert all(a is b for a, b in zip(own, jax.tree.leaves(made.params["layers"]), strict=True))
+
+
+def test_new_exits_know_what_the_text_needs(small_run, tmp_path, monkeypatch):
+    """This model finds the end of a document likely, which is the last of 257 tokens."""
+    monkeypatch.setattr(tuning, "KNOWN_SHARE", 0.6)
+    model, lines = eejax.load(small_run), []
+    text, size = dataclasses.__file__, dict(tokens=2000, length=32, passes=1)
+    made = model.tune(text, [0, 2], watch=lines.append, **size)
+    assert [e.vocabulary for e in made.config.exits] == [128, 0, 0]  # the others were there
+    assert "new exits know 128 of 257 tokens, which are " in "\n".join(lines)
+    assert made.tuning.after[0].loss < made.tuning.before[0].loss
+    assert made.grade(text, tokens=500).names == ("exit_1", "exit_2", "final")
+    drafted = made.generate("def f(", 12, draft_exit=0, stop_token_ids=())
+    assert drafted[0] == model.generate("def f(", 12, stop_token_ids=())[0]
+    assert drafted[1].drafted.sum() > 0
+    made.save(tmp_path / "saved")
+    assert eejax.load(tmp_path / "saved").config.exits == made.config.exits
+    for wrong in (-1, 258, True, 0.5):
+        with pytest.raises(ConfigError, match=f"^vocabulary = {wrong}: must be a number of tokens"):
+            model.tune(text, [0], vocabulary=wrong, **size)
 
 
 def test_tuned_exits_are_saved_with_the_model(small_run, tmp_path):

@@ -303,3 +303,13 @@ def test_one_stage_has_no_bubbles_to_fill(texts, fill, mesh):
         ConfigError, match=f"pipeline.fill = {fill!r}: must be 'none' on one stage.*Set pipeline"
     ):
         program.check()
+
+
+def test_exits_of_a_smaller_vocabulary_are_not_trained_on_labels(texts):
+    run = experiment(texts, (1, 1, 1), {})
+    early = dataclasses.replace(run.model.exits[0], vocabulary=32)
+    model = run.model.replace(exits=(early, *run.model.exits[1:]))
+    run = dataclasses.replace(run, model=model)  # which may be read
+    message = rf"model.exits.vocabulary = {{{early.boundary}: 32}}: must be 0 .* by eejax.tune"
+    with pytest.raises(ConfigError, match=message):
+        Program(run, make_mesh(run.mesh)).check()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +101,32 @@ def test_a_step_is_that_of_autodiff_through_the_model(whole, stored):
             sure = np.abs(g) > 0.1 * np.abs(g).max()
             expected = -1e-2 * (np.sign(g) + 0.1 * p.decay * np.asarray(old))
             assert np.allclose(step[sure], expected[sure], rtol=1e-3, atol=1e-6), path
+
+
+def test_tokens_that_an_exit_does_not_know_count_nowhere(whole, stored):
+    """The loss of an exit of 7 tokens, beside numpy in float64."""
+    known = 7
+    of_seven = (*CONFIG.exits[:2], dataclasses.replace(CONFIG.exits[2], vocabulary=known))
+    config = CONFIG.replace(exits=of_seven)
+    options = TuningOptions(passes=1, held_out=0.25, predictions=V, learning_rate=1e-2)
+    found = train_exits(whole, config, stored, options, watch=quiet)
+    held = np.random.default_rng(0).permutation(WINDOWS)[:1]
+    tokens, labels = (a[held] for a in text())
+    *early, last = transformer.exit_states(whole, CONFIG, tokens)
+    y, z = (
+        np.asarray(exits.logits(exits.head(whole, CONFIG, e), h), np.float64)
+        for e, h in ((2, early[2]), (3, last))
+    )
+    q = np.exp(z - z.max(-1, keepdims=True))
+    q = (q / q.sum(-1, keepdims=True))[..., :known]
+    p = y[..., :known] - y[..., :known].max(-1, keepdims=True)
+    logp = p - np.log(np.exp(p).sum(-1, keepdims=True))
+    counted = labels >= 0
+    loss = -(q * logp).sum(-1)[counted].mean()
+    agree = (y[..., :known].argmax(-1) == z.argmax(-1))[counted].mean()
+    assert found.before[2].loss == pytest.approx(loss, rel=5e-3)
+    assert found.before[2].agreement == pytest.approx(agree)
+    assert found.exits["exit_2"]["head"].shape == (V, 16)  # the model keeps its own
 
 
 def test_the_best_pass_is_kept(whole, stored):
