@@ -1,4 +1,5 @@
 # make env         a virtual environment with everything `make test` needs
+# make tools       the same, with what `make lint` and `make docs` need, which they install themselves
 # make bench-env   the same, with the peers that benchmarks compare against
 # make quickstart  train, evaluate and generate with a small early-exit model; see runs/quickstart
 # make test        every test that guards correctness
@@ -25,20 +26,27 @@ PYTEST := $(BIN)/python -P -m pytest
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && \
   cp -r eejax pyproject.toml build/installed && cp -r kernels experiments configs build/installed/eejax
 
-.PHONY: env bench-env quickstart test test-fast test-slow test-gpu-aot test-stacks lint docs format clean
+.PHONY: env tools bench-env quickstart test test-fast test-slow test-gpu-aot test-stacks lint docs format clean
 
 env: $(VENV)/.env-stamp
 
 $(VENV)/.env-stamp: pyproject.toml setup.cfg $(wildcard constraints*.txt)
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "eejax needs Python 3.11 or newer; this is %d.%d. Set PYTHON=..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
 	# By itself, where JAX does not look for it: tests lower programs for CUDA and run none of them.
 	# The second is XLA's compiler for GPUs, for programs that no GPU runs.
 	if [ "$$(uname -s)" = Linux ]; then version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	  $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/lowering \
 	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version"; fi
 	$(BIN)/python -P -c 'import eejax.kernels'
+	touch $@
+
+# What checks and builds the project beside its tests, which need none of it.
+tools: $(VENV)/.tools-stamp
+
+$(VENV)/.tools-stamp: $(VENV)/.env-stamp
+	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 bench-env: $(VENV)/.bench-env-stamp
@@ -93,17 +101,17 @@ test-gpu-aot:
 test-stacks:
 	JOBS=$(JOBS) tests/stacks.sh $(STACKS)
 
-lint: env
+lint: tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(INSTALLED)
 	$(BIN)/basedpyright --project build/installed --pythonpath $(BIN)/python
 
-docs: env
+docs: tools
 	$(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-format: env
+format: tools
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 

@@ -47,7 +47,7 @@ from eejax.train.runs import open_run
 FEW = 4  # steps of a call of an interactive session, so that tokens appear as they come
 AUTO = {"auto": "recompute", "auto_speculative": "speculative"}  # the engine that each switches
 ENGINES = ["full", "posthoc", "recompute", "pipelined", "propagate", "speculative", *AUTO]
-OPTIONS = ("cap", "drafts", "draft_exit", "adapt", "propagate", "num_segments")
+OPTIONS = ("cap", "drafts", "draft_exit", "adapt", "lookup", "propagate", "num_segments")
 # Flags that only some engines use, and those engines.
 LEAVING = ("posthoc", "recompute", "pipelined", "propagate", "auto")
 USED_BY = {

@@ -138,10 +138,12 @@ def measure(engine: EarlyExitEngine, prompts: Sequence[Sequence[int]], **kwargs)
 def engine_sizes(engine: EarlyExitEngine) -> EngineSizes:
     """Return the sizes of an engine that `simulate` and `best_plan` need.
 
-    Raises ConfigError for an engine on several data shards.
+    Raises ConfigError for an engine on several data shards, or one that looks up drafts: how often
+    a text repeats itself is not simulated.
     """
     require_one_shard(engine)
     options = engine.options
+    require(not options.lookup, "lookup", options.lookup, "must be 0 where an engine is simulated")
     return EngineSizes(
         slots=engine.slots,
         buckets=options.buckets,
@@ -197,7 +199,8 @@ def tune(
     )  # before the measurement, because it checks the arguments
     costs = measure(engine, prompts) if costs is None else costs
     found = best_plan(traces, costs, engine_sizes(engine), bound=bound)
-    plan = found.plan.replace(draft_cost=engine.plan.draft_cost)  # by which drafts adapt
+    own = {name: getattr(engine.plan, name) for name in ("draft_cost", "verify_cost")}
+    plan = found.plan.replace(**own)  # by which drafts adapt
     engine = dataclasses.replace(engine, plan=plan)
     return TunedEngine(engine, found.drafts, costs, found.simulated)
 

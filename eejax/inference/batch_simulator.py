@@ -294,8 +294,8 @@ class _Simulation:
         """Run an engine step, as `engine_step.engine_step`."""
         work = self._no_work()
         work.steps = 1
-        cost, most = self.plan.draft_cost, self.engine.drafts
-        drafts = best_drafts(np, self.acceptance, cost, self.max_drafts, most)
+        cost, verify, most = self.plan.draft_cost, self.plan.verify_cost, self.engine.drafts
+        drafts = best_drafts(np, self.acceptance, cost, verify, self.max_drafts, most)
         first = 0
         if self.engine.drafts_at_once:
             first = 1

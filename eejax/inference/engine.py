@@ -77,6 +77,9 @@ def _insert_rows(state: EngineState, slots, new: PromptRows) -> EngineState:
         cache=state.cache.replace(filled=put(state.cache.filled, 0)),
         reach=put(state.reach, state.cache.filled.shape[1] - 1),
         acceptance=put(state.acceptance, INITIAL_ACCEPTANCE),
+        lookup_acceptance=jax.tree.map(
+            lambda a: put(a, INITIAL_ACCEPTANCE), state.lookup_acceptance
+        ),
         position=put(state.position, lengths - 1),
         remaining=put(state.remaining, jnp.maximum(left, 0)),
         layers=put(state.layers, 0),

@@ -32,12 +32,14 @@ from jax import lax
 
 from eejax.common.indexing import gather, gather_each, ring_index
 from eejax.common.trees import where_rows
+from eejax.inference import lookup
 from eejax.inference.options import EngineOptions, drafts_at_once
 from eejax.inference.schedule import (
     IN_PLACE,
     PACKED,
     SKIP,
     SegmentBatch,
+    best_drafts,
     is_delayed,
     segment_demand,
     select_batch,
@@ -106,16 +108,21 @@ def commit_tokens(state: EngineState) -> EngineState:
 
         pending = pending.replace(accepted=put(pending.accepted, accepted))
 
-        def count(which):
-            return jnp.sum((which & emits).astype(jnp.int32), -1)
+        drafted, some = by_order(pending.drafted), jnp.any(emits, -1)
 
-        tried, right = count(by_order(pending.drafted) > 0), count(accepted)
-        share = update_acceptance(jnp, state.acceptance, tried, right)
-        some = jnp.any(emits, -1)
-        state = state.replace(acceptance=jnp.where(some, share, state.acceptance))
+        def share(before, kind):
+            of_kind = emits & (drafted == kind)
+            tried, right = (
+                jnp.sum(which.astype(jnp.int32), -1) for which in (of_kind, of_kind & accepted)
+            )
+            return jnp.where(some, update_acceptance(jnp, before, tried, right), before)
+
+        state = state.replace(acceptance=share(state.acceptance, lookup.EXIT))
+        if (before := state.lookup_acceptance) is not None:
+            state = state.replace(lookup_acceptance=share(before, lookup.TEXT))
     n = jnp.sum(emits.astype(jnp.int32), -1)
     prompt = state.prompt
-    if state.request.logits_params is not None:
+    if state.keeps_text:
         behind = jnp.where(emits, position[:, None] + 1 + order, prompt.shape[1])
         prompt = prompt.at[jnp.arange(len(n))[:, None], behind].set(token, mode="drop")
     last = gather_each(token, jnp.maximum(n - 1, 0)[:, None])[:, 0]
@@ -180,7 +187,7 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
         exit=jnp.where(emits, own.exit, -1),
         layers=jnp.where(emits & (order == 0), state.layers[None], 0),
         margin=jnp.full_like(own.logprob, jnp.inf),
-        drafted=jnp.where(emits, own.drafted, 0),
+        drafted=jnp.where(emits, jnp.minimum(own.drafted, 1), 0),
         accepted=jnp.where(emits, own.accepted, 0),
         top_logprobs=own.top_logprobs,
     )
@@ -224,8 +231,11 @@ def _draft(runner, options, state, drafts, prompts) -> EngineState:
     """Run the first segment until the only slot cannot start another row.
 
     A step for each draft would schedule the segments above, and write a record of no token: on a
-    small model these many small operations take as long as a layer.
+    small model these many small operations take as long as a layer. Drafts from the text itself
+    come first, all in one run of the segment.
     """
+    if state.lookup_acceptance is not None:
+        state = _look_up(runner, options, state, state.lookup_acceptance, drafts)
 
     def can_start(carry):
         return _replace_from(state, 0, carry).can_start(options.cap, drafts)[0]
@@ -235,6 +245,71 @@ def _draft(runner, options, state, drafts, prompts) -> EngineState:
         return _changed_from(_advance_segment(runner, options, before, 0, drafts, prompts), 0)
 
     return _replace_from(state, 0, lax.while_loop(can_start, run, _changed_from(state, 0)))
+
+
+def _look_up(runner, options, state, acceptance, drafts) -> EngineState:
+    """Run the only slot's next row through the first segment, with rows behind it that read what
+    followed the same tokens before, if they stand in the text.
+
+    acceptance: [1] float32, share of such drafts that are accepted.
+    """
+    size, position, start = options.lookup + 1, state.position, state.cache.filled[:, 0]
+    tokens, found = lookup.continuation(state.prompt, position, options.lookup)
+    allowed = jnp.where(found & (state.drafts_allowed > 0), state.remaining - 1, 0)
+    allowed, verify = jnp.minimum(allowed, size - 1), state.plan.verify_cost
+    number = best_drafts(jnp, acceptance, jnp.float32(0), verify, allowed, size - 1)
+    ends = hits_stop_token(state.request, tokens)  # no row starts from such a draft
+    number = jnp.minimum(number, jnp.where(jnp.any(ends, -1), jnp.argmax(ends, -1), size))
+    ready = state.can_start(options.cap, drafts) & (start <= position) & (number > 0)
+
+    def run(carry):
+        before = _replace_from(state, 0, carry)
+        pending, row = before.pending, jnp.arange(size, dtype=jnp.int32)
+        reads = jnp.concatenate([before.token[:, None], tokens], -1)
+        m = pending.input_token.shape[1]
+        x = runner.embed(reads, start[:, None] + row[None])
+        x, _, kvs, block = runner.run(0, x, start, before.cache.segments[0], before.cache.blocks[0])
+        above = write_ring(
+            before.waiting[0], jnp.where(row <= number, 0, 1), start + row, x[0][:, None]
+        )
+        # By place of the ring: the order of its row, and whether that has just run.
+        place = jnp.arange(m, dtype=jnp.int32)[None]
+        order = ring_index(place - ring_index(start, m)[:, None], m)
+        ran, drafts_next = order <= number[:, None], order < number[:, None]
+        blank = PendingRows.blank(1, m, logits_params=pending.top_logprobs is not None)
+        own = blank.replace(
+            input_token=gather_each(reads, jnp.minimum(order, size - 1)),
+            token=jnp.where(
+                drafts_next, gather_each(tokens, jnp.minimum(order, size - 2)), blank.token
+            ),
+            drafted=jnp.where(drafts_next, lookup.TEXT, 0),
+        )
+        pending = jax.tree.map(
+            lambda old, new: jnp.where(ran.reshape(ran.shape + (1,) * (old.ndim - 2)), new, old),
+            pending,
+            own,
+        )
+        cache, work = before.cache, before.work
+        first = jnp.arange(runner.last + 1)[None] == 0
+        rows = number + 1
+        mode = jnp.int32(PACKED + options.buckets.index(size))
+        batch = SegmentBatch(mode, rows, jnp.zeros_like(rows), jnp.int32(1))
+        begin, end = runner.config.segments[0]
+        after = before.replace(
+            cache=KVCache(
+                (kvs, *cache.segments[1:]),
+                (block, *cache.blocks[1:]),
+                cache.filled + jnp.where(first, rows[:, None], 0),
+            ),
+            waiting=(above, *before.waiting[1:]),
+            pending=pending,
+            work=_count_work(work, 0, batch),
+            layers=before.layers + (end - begin),
+            since=jnp.broadcast_to(before.clock, before.since.shape),
+        )
+        return _changed_from(after, 0)
+
+    return _replace_from(state, 0, run_where(ready[0], run, _changed_from(state, 0)))
 
 
 # Fields of a state that no segment changes, or that `_changed_from` divides. A conditional carries
@@ -247,10 +322,10 @@ _CARRIED = [name for name in _FIELDS if name not in _NOT_CARRIED]
 
 def _changed_from(state: EngineState, e: int) -> tuple:
     """Return the parts of a state that segments e and above change, as a conditional's carry."""
-    cache, logits_params = state.cache, state.request.logits_params
+    cache = state.cache
     rows = cache.segments[e:], cache.blocks[e:], state.waiting[e:]
     fields = {name: getattr(state, name) for name in _CARRIED}
-    return rows, cache.filled, fields, None if logits_params is None else state.prompt
+    return rows, cache.filled, fields, state.prompt if state.keeps_text else None
 
 
 def _replace_from(state: EngineState, e: int, changed: tuple) -> EngineState:
@@ -277,7 +352,7 @@ def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
     if m > 1:
         guess = can_start & behind & (at_position(pending.exit, filled - 1) < 0)
         before_own = jnp.arange(m)[None] == ring_index(filled - 1, m)[:, None]
-        drafted = jnp.where(before_own & guess[:, None], 1, pending.drafted)
+        drafted = jnp.where(before_own & guess[:, None], lookup.EXIT, pending.drafted)
         pending = pending.replace(drafted=drafted)
     return pending.replace(input_token=jnp.where(own, input_token[:, None], pending.input_token))
 

@@ -23,6 +23,7 @@ USED_BY = {
     "drafts": ("recompute", "speculative"),
     "draft_exit": ("speculative",),
     "adapt": ("speculative",),
+    "lookup": ("speculative",),
     "propagate": ("propagate",),
     "logits_params": SETTINGS,
     "can_deepen": SETTINGS,
@@ -66,6 +67,9 @@ class EngineOptions:
         accepted.
       draft_exit: boundary of the exit that drafts for "speculative", which loads no other; by
         default the lowest.
+      lookup: maximum tokens that "speculative" drafts from the text itself (`inference.lookup`),
+        where its last tokens stood before, and at most cap - 1. An engine with several slots makes
+        no such drafts.
       propagate: what "propagate" leaves in the layers above a token's exit. "state": keys and
         values of the state at that exit. "mask": nothing, so later tokens do not attend to it
         there.
@@ -83,6 +87,7 @@ class EngineOptions:
     drafts: int | None = None
     adapt: bool = True
     draft_exit: int | None = None
+    lookup: int = 0
     propagate: Propagation = "state"
     num_segments: int | None = None
     logits_params: bool = False
@@ -102,6 +107,13 @@ class EngineOptions:
             require_count("drafts", self.drafts, minimum=1 if self.engine == "speculative" else 0)
         if self.num_segments is not None:
             require_count("num_segments", self.num_segments)
+        require_count("lookup", self.lookup, minimum=0)
+        require(
+            self.lookup < self.cap,
+            "lookup",
+            self.lookup,
+            f"must be below cap ({self.cap}), the rows that may wait for a pass",
+        )
         require_one_of("propagate", self.propagate, PROPAGATIONS)
         if self.draft_exit is not None:
             require_count("draft_exit", self.draft_exit, minimum=0)
@@ -153,19 +165,21 @@ class EngineOptions:
         """Return the options with open fields resolved for a model and a number of slots."""
         most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
         chunk = min(most, config.context_length) if self.chunk is None else self.chunk
+        lookup = self.lookup if slots == 1 else 0
         own = dict(chunk=chunk, buckets=self._buckets_for(slots), drafts=self.max_drafts)
-        return dataclasses.replace(self, **own)
+        return dataclasses.replace(self, lookup=lookup, **own)
 
     def _buckets_for(self, slots: int) -> tuple[int, ...]:
         if self.buckets:
-            return tuple(sorted({*self.buckets, max(self.buckets[-1], self.cap)}))
+            own = {self.lookup + 1} if self.lookup and slots == 1 else set()
+            return tuple(sorted({*self.buckets, max(self.buckets[-1], self.cap), *own}))
         drafts = self.max_drafts
         most = max(slots * min(max(drafts + 1, 2), self.cap), self.cap)
         # On a GPU few rows take hardly less time. On a CPU they do, and most slots may be free.
         least = max(slots // 4, 4) if slots > 1 and call.for_gpu() else 2
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         # One row of the only slot runs in place.
-        own = {1} if slots > 1 else {min(drafts + 1, most)} - {1}
+        own = {1} if slots > 1 else {min(drafts + 1, most), self.lookup + 1} - {1}
         return tuple(sorted({*own, *(powers or [power_of_two(most)])}))
 
 

@@ -105,7 +105,10 @@ def prefill(
     """
     b, t = tokens.shape
     lengths = request.start
-    state = blank(weights, plan, config=config, options=options, slots=b, length=length, context=0)
+    context = length if options.lookup else 0
+    state = blank(
+        weights, plan, config=config, options=options, slots=b, length=length, context=context
+    )
     runner = SegmentRunner(weights, config)
     rows = PassRows(
         x=runner.embed(tokens, jnp.arange(t)[None]),
@@ -116,8 +119,13 @@ def prefill(
         early=request.policy.prefill_exit & options.leaves_early,
     )
     cache, emission = _pass(runner, options, state.cache, request, rows)
+    prompt = state.prompt
+    if options.lookup:
+        prompt = jax.lax.dynamic_update_slice(prompt, tokens, (0, 0))
+        prompt = prompt.at[jnp.arange(b), lengths].set(emission.token)
     state = state.replace(
         cache=cache,
+        prompt=prompt,
         position=lengths - 1,
         remaining=request.limit,
         prompt_len=lengths,

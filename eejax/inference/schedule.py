@@ -38,6 +38,8 @@ class BatchPlan(struct.PyTreeNode):
       span: [segments] float32, seconds of the attention of one span of packed rows.
       draft_cost: [] float32, time of a draft over that of a full step, by which each request's
         number of drafts adapts (`best_drafts`); 0 adapts none.
+      verify_cost: [2] float32, what the pass that verifies drafts takes beyond a full step, over
+        that step: for the first draft, and for each further one.
     """
 
     fill: Any
@@ -46,6 +48,7 @@ class BatchPlan(struct.PyTreeNode):
     packed: Any
     span: Any
     draft_cost: Any
+    verify_cost: Any
 
     @classmethod
     def make(
@@ -57,6 +60,7 @@ class BatchPlan(struct.PyTreeNode):
         patience: Sequence[int] | int = 0,
         seconds: tuple[Any, Any, Any] | None = None,
         draft_cost: float = 0.0,
+        verify_cost: tuple[float, float] = (0.0, 0.0),
     ) -> BatchPlan:
         """Check and complete a plan.
 
@@ -68,6 +72,7 @@ class BatchPlan(struct.PyTreeNode):
           patience: one number for all segments, or one for each.
           seconds: (in_place, packed, span); by default in proportion to rows.
           draft_cost: see the attribute.
+          verify_cost: see the attribute.
 
         Raises:
           ConfigError: for a wrong shape, a negative fill or patience, or seconds or a draft's cost
@@ -96,7 +101,11 @@ class BatchPlan(struct.PyTreeNode):
             given[name] = np.array(np.broadcast_to(a, (segments,)), np.int32)
         real = isinstance(draft_cost, int | float) and 0 <= draft_cost < np.inf
         require(real, "plan.draft_cost", draft_cost, "must be a finite number of at least 0")
-        return cls(**given, draft_cost=np.float32(draft_cost))
+        return cls(
+            **given,
+            draft_cost=np.float32(draft_cost),
+            verify_cost=np.asarray(verify_cost, np.float32),
+        )
 
 
 class SlotProgress(NamedTuple):
@@ -156,26 +165,33 @@ class SlotProgress(NamedTuple):
         return ready & ((pending <= 0) | may_draft)
 
 
-def best_drafts(xp: Any, acceptance: Any, cost: Any, allowed: Any, max_drafts: int) -> Any:
+def best_drafts(
+    xp: Any, acceptance: Any, cost: Any, verify: Any, allowed: Any, max_drafts: int
+) -> Any:
     """Return the numbers of drafts, [slots] int32, that promise the most tokens per time.
 
     If a share a of drafts is accepted, k drafts give 1 + a + .. + a^k tokens (Leviathan et al.
-    2023, eq. 1) in the time of 1 + c k full steps. The number is 0 where none beats a full step.
+    2023, eq. 1) in the time of 1 + c k + v + w (k - 1) full steps. The number is 0 where none beats
+    a full step.
 
     Args:
       acceptance: [slots] float32, share of drafts that are accepted.
-      cost: [] float32, c. With 0 all allowed drafts are made.
+      cost: [] float32, c.
+      verify: [2] float32, (v, w). If c and v are 0, all allowed drafts are made.
       allowed: [slots] int32, maximum of each slot.
       max_drafts: maximum of any slot.
     """
     drafts = np.arange(max_drafts + 1, dtype=np.float32)[None]
     tokens = xp.cumsum(acceptance[:, None] ** drafts, -1)
-    gain = tokens / (np.float32(1) + cost * drafts)
+    has_drafts = np.array([[0, *[1] * max_drafts]], np.float32)
+    extra = verify[0] * has_drafts + verify[1] * np.maximum(drafts - 1, 0)
+    gain = tokens / (np.float32(1) + cost * drafts + extra)
+    number = drafts.astype(np.int32)
+    gain = xp.where(number <= allowed[:, None], gain, np.float32(-1))
     # The smallest number with the largest gain, without a paired reduction.
-    best = xp.min(
-        xp.where(gain >= xp.max(gain, -1, keepdims=True), drafts, np.float32(max_drafts)), -1
-    )
-    return xp.where(cost > 0, xp.minimum(best.astype(np.int32), allowed), allowed)
+    largest = xp.max(gain, -1, keepdims=True)
+    best = xp.min(xp.where(gain >= largest, number, np.int32(max_drafts)), -1)
+    return xp.where(cost + verify[0] > 0, best, allowed)
 
 
 def update_acceptance(xp: Any, acceptance: Any, tried: Any, accepted: Any) -> Any:

@@ -191,7 +191,8 @@ class PendingRows(struct.PyTreeNode):
       token, logprob, confidence: id, log-probability and confidence of the token that follows.
       exit: the exit that decided that token; -1 while none has, and then `token` is a draft.
       top_token, streak: what gates remember about the row (`Memory`).
-      drafted: 1 where the next row started from the draft.
+      drafted: where the next row started from a draft, who made it (`lookup.EXIT`, `lookup.TEXT`);
+        else 0.
       accepted: 1 where that draft was right.
       top_logprobs: the most likely tokens, where requests may ask for them.
     """
@@ -232,14 +233,15 @@ class EngineState(struct.PyTreeNode):
         has no positions unless `EngineOptions.propagate` is "mask": otherwise the segment is the
         same for all.
       pending: the pending rows.
-      acceptance: recent share of accepted drafts.
+      acceptance: recent share of accepted drafts of the exit.
+      lookup_acceptance: the same of drafts from the text; None without them.
       token: int32, the last emitted token, which the next row reads.
       position: int32, its position.
       remaining: int32, tokens still to emit; 0 when finished, and in a free slot.
       layers: int32, layers that steps have run since the last emitted token.
       since: the step in which the first pending row reached its segment.
       prompt: [slots, context], tokens that a request came with, followed by generated tokens if
-        requests may have `LogitsParams`. It has no positions if neither is needed.
+        they are needed (`keeps_text`). It has no positions if neither is.
       prompt_len: number of those tokens, more than `request.start` if the request ran before.
       clock: [] steps since the start.
       work: counters of the work done.
@@ -253,6 +255,7 @@ class EngineState(struct.PyTreeNode):
     reach: jax.Array
     pending: PendingRows
     acceptance: jax.Array
+    lookup_acceptance: jax.Array | None
     token: jax.Array
     position: jax.Array
     remaining: jax.Array
@@ -276,16 +279,28 @@ class EngineState(struct.PyTreeNode):
         return self.live & ~self.progress.in_prefill
 
     @property
+    def keeps_text(self) -> bool:
+        """True if `prompt` also has the generated tokens, for `LogitsParams` or lookups."""
+        return self.request.logits_params is not None or self.lookup_acceptance is not None
+
+    @property
     def progress(self) -> SlotProgress:
         return SlotProgress(self.cache.filled, self.position, self.remaining, self.prompt_len)
 
     @property
     def max_drafts(self) -> jax.Array:
         """[slots] int32, maximum drafts of each request now; 0 where drafting is paused."""
+        drafts, m = self.drafts_allowed, self.pending.input_token.shape[1]
+        if m > 1:
+            cost, verify = self.plan.draft_cost, self.plan.verify_cost
+            drafts = best_drafts(jnp, self.acceptance, cost, verify, drafts, m - 1)
+        return drafts
+
+    @property
+    def drafts_allowed(self) -> jax.Array:
+        """[slots] int32, maximum drafts of each request by its exit rules."""
         policy, m = self.request.policy, self.pending.input_token.shape[1]
         drafts = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
-        if m > 1:
-            drafts = best_drafts(jnp, self.acceptance, self.plan.draft_cost, drafts, m - 1)
         if self.request.logits_params is not None:  # penalties count only decided tokens
             drafts = jnp.where(self.request.logits_params.changes, 0, drafts)
         return drafts
@@ -349,9 +364,14 @@ def blank(
         boundary=states(length) if above else None,
         reach=own(jnp.full((slots, length if masks else 0), n, jnp.int32)),
         pending=own(
-            PendingRows.blank(slots, options.max_drafts + 1, logits_params=options.logits_params)
+            PendingRows.blank(
+                slots,
+                max(options.max_drafts, options.lookup) + 1,
+                logits_params=options.logits_params,
+            )
         ),
         acceptance=own(jnp.full((slots,), INITIAL_ACCEPTANCE)),
+        lookup_acceptance=own(jnp.full((slots,), INITIAL_ACCEPTANCE)) if options.lookup else None,
         token=zero,
         position=zero,
         remaining=zero,

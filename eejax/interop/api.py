@@ -29,6 +29,7 @@ from eejax.train.step import make_eval_step
 from eejax.tuning import ExitKind, TuningOptions, tune_model
 
 BATCH = 16
+LOOKUP = 7  # drafts from the text itself: with the row before them a bucket of 8 rows
 GRADING = "grading"  # key of a model's compiled evaluation in its cache
 
 
@@ -229,7 +230,8 @@ def generate(
       draft_exit: number of layers after which an exit drafts tokens that the layers above verify
         (the engine "speculative"): the text of the full model, in less time if many drafts are
         right. A model without an exit there gets one of the final norm and head (LayerSkip;
-        Elhoushi et al. 2024). The number of drafts adapts to how many are accepted.
+        Elhoushi et al. 2024). Where the text repeats itself, its own continuation is the draft. The
+        number of drafts adapts to how many are accepted.
       engine: name of an engine, or options of one.
       options: as `Generator.stream` takes them.
 
@@ -276,7 +278,8 @@ def generator_of(model: LanguageModel, engine: EngineOptions | str) -> Generator
 
 def _drafting(model: LanguageModel, boundary: int) -> Generator:
     """Return the model's generator that drafts with the exit at a boundary, prepared once."""
-    options, most = EngineOptions("speculative", draft_exit=boundary), model.config.n_layers - 1
+    options = EngineOptions("speculative", draft_exit=boundary, lookup=LOOKUP)
+    most = model.config.n_layers - 1
     if options not in model.cache:
         allowed = f"must be a number of layers in 0..{most}, below the last"
         require(boundary <= most, "draft_exit", boundary, allowed)

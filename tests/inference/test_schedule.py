@@ -163,20 +163,26 @@ def test_a_request_that_is_alone_goes_with_one_row(slots):
     share=st.lists(st.floats(0.01, 1), min_size=SLOTS, max_size=SLOTS),
     allowed=st.lists(st.integers(0, 6), min_size=SLOTS, max_size=SLOTS),
     cost=st.one_of(st.just(0.0), st.floats(0.01, 2)),
+    verify=st.sampled_from([(0.0, 0.0), (0.3, 0.12), (0.02, 0.5)]),
 )
-def test_as_many_are_drafted_as_promise_the_most_tokens_for_their_time(share, allowed, cost):
+def test_as_many_are_drafted_as_promise_the_most_tokens_for_their_time(
+    share, allowed, cost, verify
+):
     share, allowed = np.float32(share), np.int32(allowed)
     most = 6
 
     def rate(a: float, k: int) -> float:
         """Leviathan et al. 2023, eq. 1, over the time that k drafts and a full step take."""
-        return sum(float(a) ** i for i in range(k + 1)) / (1 + float(np.float32(cost)) * k)
+        extra = verify[0] + verify[1] * (k - 1) if k else 0.0
+        tokens = sum(float(a) ** i for i in range(k + 1))
+        return tokens / (1 + float(np.float32(cost)) * k + extra)
 
     for xp in (np, jnp):
-        found = np.asarray(best_drafts(xp, xp.asarray(share), np.float32(cost), allowed, most))
+        costs = np.float32(cost), np.float32(verify)
+        found = np.asarray(best_drafts(xp, xp.asarray(share), *costs, allowed, most))
         assert (found <= allowed).all()
         for a, limit, k in zip(share, allowed, found, strict=True):
-            if cost == 0:
+            if cost + verify[0] == 0:
                 assert k == limit
             else:
                 assert rate(a, k) >= max(rate(a, n) for n in range(limit + 1)) * (1 - 1e-5)

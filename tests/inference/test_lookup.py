@@ -1,0 +1,155 @@
+"""Drafts that a text makes itself."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from adding import add
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from eejax.common.errors import ConfigError
+from eejax.inference import EngineOptions, Generator, lookup
+from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.scheduler import Scheduler
+from eejax.models import params
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.sharding.mesh import MeshConfig
+
+
+def by_hand(text: list[int], n: int) -> list[int] | None:
+    """The continuation of a text's last tokens, by trying all places."""
+    best, length = None, lookup.SHORTEST - 1
+    for end in range(len(text) - 1):
+        equal = 0
+        while equal < min(end + 1, lookup.LONGEST) and text[end - equal] == text[-1 - equal]:
+            equal += 1
+        if equal > lookup.SHORTEST - 1 and equal >= length:
+            best, length = end, equal
+    if best is None:
+        return None
+    found = list(text)
+    for _ in range(n):  # a copy that reads what it has written
+        found.append(found[best + 1 + len(found) - len(text)])
+    return found[len(text) :]
+
+
+@settings(max_examples=60)
+@given(
+    text=st.lists(st.integers(0, 3), min_size=1, max_size=20),
+    room=st.integers(0, 3),
+    data=st.data(),
+)
+def test_continuations_are_those_of_all_places_tried(text, room, data):
+    other = data.draw(st.lists(st.integers(0, 3), min_size=1, max_size=20))
+    width = 24
+    rows = np.full((2, width), 2, np.int32)  # what lies behind a text is not read
+    for row, own in zip(rows, (text, other), strict=True):
+        row[: len(own)] = own
+    ends = jnp.array([len(text) - 1, len(other) - 1], jnp.int32)
+    tokens, found = jax.jit(lookup.continuation, static_argnums=2)(rows, ends, 5)
+    for own, got, there in zip((text, other), tokens.tolist(), found.tolist(), strict=True):
+        expected = by_hand(own, 5)
+        assert there == (expected is not None)
+        if there:
+            assert got == expected
+
+
+CONFIG = ModelConfig(
+    vocab_size=13,
+    vocab_multiple=2,
+    n_layers=3,
+    d_model=16,
+    n_heads=2,
+    context_length=96,
+    sliding_window=(None, 8, None),
+    head="tied",
+    exits=(ExitConfig(1, mlp=True, block=True), ExitConfig(2)),
+)
+DRAFTING = dict(cap=8, drafts=2, lookup=5)
+# Few tokens at random repeat pairs, and a small model of random weights soon repeats itself.
+PROMPT = np.random.default_rng(0).integers(0, 13, 40).tolist()
+
+
+@pytest.fixture(scope="module")
+def model():
+    p = params.init(CONFIG, jax.random.key(2))
+    p["embed"]["tokens"] = p["embed"]["tokens"] * 8.0
+    return p
+
+
+def generator(model, mesh=None, **options) -> Generator:
+    return Generator.make(model, CONFIG, EngineOptions("speculative", **options), mesh)
+
+
+@pytest.mark.parametrize("rules", [dict(), dict(temperature=0.9, seed=3)])
+@pytest.mark.parametrize("length", [5, 17, 40])
+def test_tokens_are_those_of_the_full_model(model, rules, length):
+    full = Generator.make(model, CONFIG, "full").generate([PROMPT[:length]], 50, **rules)
+    got = generator(model, **DRAFTING).generate([PROMPT[:length]], 50, **rules)
+    np.testing.assert_array_equal(full.tokens, got.tokens)
+    np.testing.assert_allclose(full.logprobs, got.logprobs, atol=1e-4)
+    assert (got.accepted <= got.drafted).all() and (got.drafted <= 1).all()
+
+
+def test_repetitions_are_emitted_in_fewer_steps(model):
+    """Beside drafts of the exit alone: tokens that took no step of the whole model."""
+    alone, both = (
+        generator(model, adapt=False, **DRAFTING | dict(lookup=n)).generate([PROMPT], 50)
+        for n in (0, 5)
+    )
+    np.testing.assert_array_equal(alone.tokens, both.tokens)
+    assert both.accepted.sum() > alone.accepted.sum()
+    assert (both.layers > 0).sum() < (alone.layers > 0).sum()
+
+
+def test_stops_and_limits_end_a_text_within_a_draft(model):
+    g, full = generator(model, **DRAFTING), Generator.make(model, CONFIG, "full")
+    text = full.generate([PROMPT], 50).tokens[0].tolist()
+    for n in range(1, 12):
+        assert g.generate([PROMPT], n).tokens[0].tolist() == text[:n]
+    for token in {*text[:30]}:
+        ids = dict(stop_token_ids=[token])
+        expected, got = (each.generate([PROMPT], 50, **ids) for each in (full, g))
+        assert got.ids(0) == expected.ids(0) and got.finish == expected.finish
+    room = CONFIG.context_length - len(PROMPT)
+    assert g.generate([PROMPT], 90).lengths.tolist() == [room]
+
+
+def test_several_requests_look_up_nothing(model):
+    options = generator(model, **DRAFTING).options
+    assert options.resolved(CONFIG, 2).lookup == 0 and options.resolved(CONFIG, 1).lookup == 5
+    both = generator(model, **DRAFTING).generate([PROMPT, PROMPT[:9]], 12)
+    full = Generator.make(model, CONFIG, "full").generate([PROMPT, PROMPT[:9]], 12)
+    np.testing.assert_array_equal(both.tokens, full.tokens)
+
+
+def test_an_engine_of_one_slot_serves_them_one_after_another(model):
+    options = EngineOptions("speculative", **DRAFTING)
+    scheduler = Scheduler(EarlyExitEngine.make(model, CONFIG, options, slots=1))
+    asked = [PROMPT, PROMPT[:9], PROMPT[3:30]]
+    numbers = [add(scheduler, prompt, 25) for prompt in asked]
+    outputs = scheduler.run()
+    full = Generator.make(model, CONFIG, "full")
+    for number, prompt in zip(numbers, asked, strict=True):
+        own = [t for o in outputs if o.request_id == number for t in o.tokens]
+        assert [t.id for t in own] == full.generate([prompt], 25).ids(0)
+
+
+def test_a_mesh_looks_up_too(model):
+    one = generator(model, **DRAFTING).generate([PROMPT], 30)
+    two = generator(model, MeshConfig(model=2), **DRAFTING).generate([PROMPT], 30)
+    np.testing.assert_array_equal(one.tokens, two.tokens)
+    np.testing.assert_array_equal(one.drafted, two.drafted)
+
+
+def test_bad_numbers_are_named():
+    for wrong in (-1, True, 0.5):
+        with pytest.raises(ConfigError, match="^lookup = "):
+            EngineOptions("speculative", lookup=wrong)
+    with pytest.raises(ConfigError, match=r"^lookup = 8: must be below cap \(8\)"):
+        EngineOptions("speculative", cap=8, lookup=8)
+    with pytest.raises(ConfigError, match="^lookup = 3: must be left out with the engine 'full'"):
+        EngineOptions("full", lookup=3)
