@@ -14,21 +14,15 @@ from jax.sharding import PartitionSpec as P
 from eejax.inference import posthoc, propagate, sharded
 from eejax.inference.engine_step import engine_step, prefill_step
 from eejax.inference.logits_params import TopLogprobs
-from eejax.inference.options import EngineOptions, draft_cost, drafts_at_once
+from eejax.inference.options import EngineOptions, draft_cost, verify_cost
 from eejax.inference.schedule import BatchPlan
 from eejax.inference.state import DecodeRecord, EngineState
 from eejax.inference.weights import Weights
-from eejax.kernels import call
 from eejax.models.cache import varying
 from eejax.models.config import ModelConfig
 
 STEPS = {"posthoc": posthoc.step, "propagate": propagate.step}
 """Steps of the engines that `engine_step` does not run."""
-
-VERIFY_COSTS = {"cpu": (0.3, 0.12), "gpu": (0.02, 0.01)}
-"""`BatchPlan.verify_cost` of a device. On a CPU products of several rows take another form than
-those of one: SmolLM2-135M in float32 on two cores takes 1.37, 1.50, 1.70, 1.78 and 2.11 of a step
-with 1, 2, 3, 4 and 7 drafts. On a GPU such rows are nearly free."""
 
 
 def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> BatchPlan:
@@ -37,8 +31,6 @@ def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> Bat
     "speculative" verifies drafts when no slot can make another one.
     """
     segments = options.num_segments or config.n_exits + 1
-    cost = draft_cost(config, options)
-    alone = cost > 0 and drafts_at_once(options, slots)  # the products of several have rows anyway
     waits = options.engine == "speculative"
     return BatchPlan.make(
         segments,
@@ -46,8 +38,8 @@ def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> Bat
         options.buckets,
         fill=slots + 1 if waits else 1,
         patience=options.max_drafts if waits else 0,
-        draft_cost=cost,
-        verify_cost=VERIFY_COSTS["gpu" if call.for_gpu() else "cpu"] if alone else (0.0, 0.0),
+        draft_cost=draft_cost(config, options),
+        verify_cost=verify_cost(config, options, slots),
     )
 
 

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator, lookup
 from eejax.inference.engine import EarlyExitEngine
+from eejax.inference.options import VERIFY_COSTS, verify_cost
 from eejax.inference.scheduler import Scheduler
+from eejax.kernels import call
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig
@@ -153,3 +155,14 @@ def test_bad_numbers_are_named():
         EngineOptions("speculative", cap=8, lookup=8)
     with pytest.raises(ConfigError, match="^lookup = 3: must be left out with the engine 'full'"):
         EngineOptions("full", lookup=3)
+
+
+def test_a_pass_of_several_rows_costs_more_where_no_cache_holds_the_weights():
+    drafting, large = EngineOptions("speculative"), CONFIG.replace(d_model=2048, d_ff=8192)
+    one = [config.replace(exits=config.exits[:1]) for config in (CONFIG, large)]
+    found = [verify_cost(config, drafting, 1) for config in one]
+    assert found == [VERIFY_COSTS["cache"], VERIFY_COSTS["cpu"]]
+    assert verify_cost(one[1], drafting, 2) == (0.0, 0.0)
+    assert verify_cost(one[1], EngineOptions("speculative", adapt=False), 1) == (0.0, 0.0)
+    with call.compute_capability(90):
+        assert verify_cost(one[1], drafting, 1) == VERIFY_COSTS["gpu"]
