@@ -22,7 +22,6 @@ Every request gets the tokens and exits that `posthoc` gives it alone.
 
 from __future__ import annotations
 
-import dataclasses
 from functools import partial
 
 import jax
@@ -33,13 +32,12 @@ from jax import lax
 from eejax.common.indexing import gather, gather_each, ring_index
 from eejax.common.trees import where_rows
 from eejax.inference import lookup
+from eejax.inference.carry import changed_from, replace_from
 from eejax.inference.options import EngineOptions, drafts_at_once
 from eejax.inference.schedule import (
     IN_PLACE,
-    PACKED,
     SKIP,
     SegmentBatch,
-    best_drafts,
     is_delayed,
     segment_demand,
     select_batch,
@@ -58,7 +56,6 @@ from eejax.inference.state import (
     DecodeRecord,
     EngineState,
     PendingRows,
-    WorkCounters,
     at_position,
     hits_stop_token,
 )
@@ -210,10 +207,10 @@ def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
         return state
 
     def run(carry):
-        above = _replace_from(state, 1, carry)
+        above = replace_from(state, 1, carry)
         for e in segments:
             above = _advance_segment(runner, options, above, e, drafts, prompts)
-        return _changed_from(above, 1)
+        return changed_from(above, 1)
 
     waits = [state.progress.must_run(e, options.cap) for e in segments]
     some = jnp.any(jnp.stack(waits))
@@ -224,7 +221,7 @@ def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
         delayed = is_delayed(jnp, state.plan, 1, demand, state.clock - state.since)
         higher = jnp.any(jnp.stack(waits[1:])) if waits[1:] else False
         some = some & (higher | ~delayed)
-    return _replace_from(state, 1, run_where(some, run, _changed_from(state, 1)))
+    return replace_from(state, 1, run_where(some, run, changed_from(state, 1)))
 
 
 def _draft(runner, options, state, drafts, prompts) -> EngineState:
@@ -235,106 +232,16 @@ def _draft(runner, options, state, drafts, prompts) -> EngineState:
     come first, all in one run of the segment.
     """
     if state.lookup_acceptance is not None:
-        state = _look_up(runner, options, state, state.lookup_acceptance, drafts)
+        state = lookup.start_rows(runner, options, state, state.lookup_acceptance, drafts)
 
     def can_start(carry):
-        return _replace_from(state, 0, carry).can_start(options.cap, drafts)[0]
+        return replace_from(state, 0, carry).can_start(options.cap, drafts)[0]
 
     def run(carry):
-        before = _replace_from(state, 0, carry)
-        return _changed_from(_advance_segment(runner, options, before, 0, drafts, prompts), 0)
+        before = replace_from(state, 0, carry)
+        return changed_from(_advance_segment(runner, options, before, 0, drafts, prompts), 0)
 
-    return _replace_from(state, 0, lax.while_loop(can_start, run, _changed_from(state, 0)))
-
-
-def _look_up(runner, options, state, acceptance, drafts) -> EngineState:
-    """Run the only slot's next row through the first segment, with rows behind it that read what
-    followed the same tokens before, if they stand in the text.
-
-    acceptance: [1] float32, share of such drafts that are accepted.
-    """
-    size, position, start = options.lookup + 1, state.position, state.cache.filled[:, 0]
-    tokens, found = lookup.continuation(state.prompt, position, options.lookup)
-    allowed = jnp.where(found & (state.drafts_allowed > 0), state.remaining - 1, 0)
-    allowed, verify = jnp.minimum(allowed, size - 1), state.plan.verify_cost
-    number = best_drafts(jnp, acceptance, jnp.float32(0), verify, allowed, size - 1)
-    ends = hits_stop_token(state.request, tokens)  # no row starts from such a draft
-    number = jnp.minimum(number, jnp.where(jnp.any(ends, -1), jnp.argmax(ends, -1), size))
-    ready = state.can_start(options.cap, drafts) & (start <= position) & (number > 0)
-
-    def run(carry):
-        before = _replace_from(state, 0, carry)
-        pending, row = before.pending, jnp.arange(size, dtype=jnp.int32)
-        reads = jnp.concatenate([before.token[:, None], tokens], -1)
-        m = pending.input_token.shape[1]
-        x = runner.embed(reads, start[:, None] + row[None])
-        x, _, kvs, block = runner.run(0, x, start, before.cache.segments[0], before.cache.blocks[0])
-        above = write_ring(
-            before.waiting[0], jnp.where(row <= number, 0, 1), start + row, x[0][:, None]
-        )
-        # By place of the ring: the order of its row, and whether that has just run.
-        place = jnp.arange(m, dtype=jnp.int32)[None]
-        order = ring_index(place - ring_index(start, m)[:, None], m)
-        ran, drafts_next = order <= number[:, None], order < number[:, None]
-        blank = PendingRows.blank(1, m, logits_params=pending.top_logprobs is not None)
-        own = blank.replace(
-            input_token=gather_each(reads, jnp.minimum(order, size - 1)),
-            token=jnp.where(
-                drafts_next, gather_each(tokens, jnp.minimum(order, size - 2)), blank.token
-            ),
-            drafted=jnp.where(drafts_next, lookup.TEXT, 0),
-        )
-        pending = jax.tree.map(
-            lambda old, new: jnp.where(ran.reshape(ran.shape + (1,) * (old.ndim - 2)), new, old),
-            pending,
-            own,
-        )
-        cache, work = before.cache, before.work
-        first = jnp.arange(runner.last + 1)[None] == 0
-        rows = number + 1
-        mode = jnp.int32(PACKED + options.buckets.index(size))
-        batch = SegmentBatch(mode, rows, jnp.zeros_like(rows), jnp.int32(1))
-        begin, end = runner.config.segments[0]
-        after = before.replace(
-            cache=KVCache(
-                (kvs, *cache.segments[1:]),
-                (block, *cache.blocks[1:]),
-                cache.filled + jnp.where(first, rows[:, None], 0),
-            ),
-            waiting=(above, *before.waiting[1:]),
-            pending=pending,
-            work=_count_work(work, 0, batch),
-            layers=before.layers + (end - begin),
-            since=jnp.broadcast_to(before.clock, before.since.shape),
-        )
-        return _changed_from(after, 0)
-
-    return _replace_from(state, 0, run_where(ready[0], run, _changed_from(state, 0)))
-
-
-# Fields of a state that no segment changes, or that `_changed_from` divides. A conditional carries
-# all others: what it does not carry keeps its old value, without an error.
-_NOT_CARRIED = {"cache", "waiting", "reach", "prompt", "prompt_len", "clock", "plan", "request"}
-_FIELDS = [f.name for f in dataclasses.fields(EngineState)]
-assert _NOT_CARRIED <= {*_FIELDS}
-_CARRIED = [name for name in _FIELDS if name not in _NOT_CARRIED]
-
-
-def _changed_from(state: EngineState, e: int) -> tuple:
-    """Return the parts of a state that segments e and above change, as a conditional's carry."""
-    cache = state.cache
-    rows = cache.segments[e:], cache.blocks[e:], state.waiting[e:]
-    fields = {name: getattr(state, name) for name in _CARRIED}
-    return rows, cache.filled, fields, state.prompt if state.keeps_text else None
-
-
-def _replace_from(state: EngineState, e: int, changed: tuple) -> EngineState:
-    """Put the parts that `_changed_from` returns back into a state."""
-    rows, filled, fields, prompt = changed
-    old = state.cache.segments, state.cache.blocks, state.waiting
-    segments, blocks, waiting = (a[:e] + b for a, b in zip(old, rows, strict=True))
-    state = state.replace(cache=KVCache(segments, blocks, filled), waiting=waiting, **fields)
-    return state if prompt is None else state.replace(prompt=prompt)
+    return replace_from(state, 0, lax.while_loop(can_start, run, changed_from(state, 0)))
 
 
 def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
@@ -431,7 +338,7 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
         waiting=swap(state.waiting, above) if e < n else state.waiting,
         boundary=state.boundary if e < n or state.boundary is None else above,
         pending=pending,
-        work=_count_work(state.work, e, batch),
+        work=state.work.count_run(e, batch),
         layers=state.layers + jnp.where(batch.mode == SKIP, 0, end - begin),
     )
     if options.leaves_early or e == n:  # otherwise the last segment alone decides tokens
@@ -440,32 +347,22 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     return state.replace(since=jnp.where(moved, state.clock, state.since))
 
 
-def _count_work(work: WorkCounters, e: int, batch: SegmentBatch) -> WorkCounters:
-    segments, ways = work.runs.shape
-    own = jnp.arange(segments) == e
-    run = own[:, None] & (jnp.arange(IN_PLACE, IN_PLACE + ways) == batch.mode)[None]
-    spans = jnp.where(own, jnp.where(batch.mode >= PACKED, batch.spans, 0), 0)
-    return work.replace(
-        runs=work.runs + run.astype(jnp.uint32), spans=work.spans + spans.astype(jnp.uint32)
-    )
-
-
 def _advance_prefill(runner, options, state) -> EngineState:
     """Run a chunk of prompts, if a slot has one."""
     whole = runner.config.exit_boundaries[runner.last]
 
     def run(carry):
-        before = _replace_from(state, 0, carry)
+        before = replace_from(state, 0, carry)
         after = commit_tokens(_prefill_chunk(runner, options, before))
         emitted = after.position != before.position
         after = after.replace(
             since=jnp.where(emitted, before.clock, before.since),
             layers=jnp.where(emitted, whole, after.layers),
         )
-        return _changed_from(after, 0)
+        return changed_from(after, 0)
 
     some = jnp.any(state.progress.in_prefill)
-    return _replace_from(state, 0, run_where(some, run, _changed_from(state, 0)))
+    return replace_from(state, 0, run_where(some, run, changed_from(state, 0)))
 
 
 def _prefill_chunk(runner, options, state) -> EngineState:

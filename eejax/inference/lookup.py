@@ -10,7 +10,15 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from eejax.common.indexing import gather_each
+from eejax.common.indexing import gather_each, ring_index
+from eejax.inference.carry import changed_from, replace_from
+from eejax.inference.options import EngineOptions
+from eejax.inference.schedule import PACKED, SegmentBatch, best_drafts
+from eejax.inference.segment import SegmentRunner
+from eejax.inference.segment_branches import SPAN, SegmentBranches
+from eejax.inference.state import EngineState, PendingRows, hits_stop_token
+from eejax.models.branches import run_where
+from eejax.models.cache import KVCache
 
 SHORTEST, LONGEST = 2, 4  # tokens that must be the same, and that are compared
 EXIT, TEXT = 1, 2  # `PendingRows.drafted`: where a draft is from
@@ -43,3 +51,82 @@ def continuation(text: jax.Array, position: jax.Array, n: int) -> tuple[jax.Arra
     period = jnp.maximum(end - best, 1)
     tokens = gather_each(text, best + 1 + jnp.arange(n, dtype=jnp.int32)[None] % period)
     return tokens, jnp.max(score, -1) >= 0
+
+
+def start_rows(
+    runner: SegmentRunner,
+    options: EngineOptions,
+    state: EngineState,
+    acceptance: jax.Array,
+    drafts: jax.Array,
+) -> EngineState:
+    """Run the only slot's next row through the first segment, with rows behind it that read what
+    followed the same tokens before, if they stand in the text.
+
+    Args:
+      runner: runs the rows.
+      options: options of an engine with one slot.
+      state: the state before.
+      acceptance: [1] float32, share of such drafts that are accepted.
+      drafts: [1] int32, maximum drafts of the exit.
+    """
+    size, start = options.lookup + 1, state.cache.filled[:, 0]
+    tokens, found = continuation(state.prompt, state.position, options.lookup)
+    allowed = jnp.where(found & (state.drafts_allowed > 0), state.remaining - 1, 0)
+    allowed, verify = jnp.minimum(allowed, size - 1), state.plan.verify_cost
+    number = best_drafts(jnp, acceptance, jnp.float32(0), verify, allowed, size - 1)
+    ends = hits_stop_token(state.request, tokens)  # no row starts from such a draft
+    number = jnp.minimum(number, jnp.where(jnp.any(ends, -1), jnp.argmax(ends, -1), size))
+    ready = state.can_start(options.cap, drafts) & (start <= state.position) & (number > 0)
+
+    def run(carry):
+        before, rows = replace_from(state, 0, carry), number + 1
+        cache, pending = before.cache, _with_drafts(before, tokens, number)
+        branches = SegmentBranches(runner, before, 0, jnp.zeros((1, 0, 0)), None)
+        _, above, kvs, block = branches.run_rows(
+            size, rows, pending, before.waiting[0], cache.segments[0], cache.blocks[0]
+        )
+        first = jnp.arange(runner.last + 1)[None] == 0
+        mode = jnp.int32(PACKED + options.buckets.index(size))
+        batch = SegmentBatch(mode, rows, jnp.zeros_like(rows), -(-rows[0] // SPAN))
+        begin, end = runner.config.segments[0]
+        after = before.replace(
+            cache=KVCache(
+                (kvs, *cache.segments[1:]),
+                (block, *cache.blocks[1:]),
+                cache.filled + jnp.where(first, rows[:, None], 0),
+            ),
+            waiting=(above, *before.waiting[1:]),
+            pending=pending,
+            work=before.work.count_run(0, batch),
+            layers=before.layers + (end - begin),
+            since=jnp.broadcast_to(before.clock, before.since.shape),
+        )
+        return changed_from(after, 0)
+
+    return replace_from(state, 0, run_where(ready[0], run, changed_from(state, 0)))
+
+
+def _with_drafts(state: EngineState, tokens: jax.Array, number: jax.Array) -> PendingRows:
+    """Return the only slot's pending rows with those that read the last token and `number` [1] of
+    the drafts `tokens` [1, n]."""
+    pending, n = state.pending, tokens.shape[1]
+    m = pending.input_token.shape[1]
+    # By place of the ring: the order of its row.
+    place = jnp.arange(m, dtype=jnp.int32)[None]
+    order = ring_index(place - ring_index(state.cache.filled[:, :1], m), m)
+    drafted = order < number[:, None]
+    reads = jnp.concatenate([state.token[:, None], tokens], -1)
+    draft = gather_each(tokens, jnp.minimum(order, n - 1))
+    blank = PendingRows.blank(1, m, logits_params=pending.top_logprobs is not None)
+    own = blank.replace(
+        input_token=gather_each(reads, jnp.minimum(order, n)),
+        token=jnp.where(drafted, draft, blank.token),
+        drafted=jnp.where(drafted, TEXT, 0),
+    )
+    begun = order <= number[:, None]
+
+    def put(old, new):
+        return jnp.where(begun.reshape(*begun.shape, *[1] * (old.ndim - 2)), new, old)
+
+    return jax.tree.map(put, pending, own)

@@ -220,6 +220,19 @@ class SegmentBranches:
 
     def only_slot(self, size, count, pending, above, kvs, block):
         """Run `size` rows of the only slot, of which the first `count` [1] are real, unpacked."""
+        rows, above, kvs, block = self.run_rows(size, count, pending, above, kvs, block)
+        state, start = self.state, self.state.cache.filled[:, self.e]
+        # Among these rows, pending ones come after those of emitted tokens.
+        i = jnp.maximum(state.position - start, 0)
+        i = i + jnp.arange(min(size, pending.input_token.shape[1]))
+        real, i = i < count, jnp.minimum(i, size - 1)
+        rows = ExitRows(*(gather(a, i) for a in rows))
+        state = state.replace(pending=pending)
+        pending = run_gates(self.runner, state, self.e, rows, real, self.drafts)
+        return pending, above, kvs, block
+
+    def run_rows(self, size, count, pending, above, kvs, block):
+        """Run `size` rows of the only slot without their exit: (`ExitRows`, above, kvs, block)."""
         state, e = self.state, self.e
         start, row = state.cache.filled[:, e], jnp.arange(size, dtype=jnp.int32)
         slot, position, m = jnp.zeros_like(row), start[0] + row, pending.input_token.shape[1]
@@ -230,13 +243,7 @@ class SegmentBranches:
             before = x = jnp.swapaxes(read_ring(self.below, slot, position), 0, 1)
         x, h, kvs, block = self.runner.run(e, x, start, kvs, block)
         above = write_ring(above, jnp.where(row < count, 0, 1), position, x[0][:, None])
-        # Among these rows, pending ones come after those of emitted tokens.
-        i = jnp.maximum(state.position - start, 0) + jnp.arange(min(size, m))
-        real, i = i < count, jnp.minimum(i, size - 1)
-        rows = ExitRows(*(gather(a, i) for a in (slot, position, x[0], h[0], before[0])))
-        state = state.replace(pending=pending)
-        pending = run_gates(self.runner, state, e, rows, real, self.drafts)
-        return pending, above, kvs, block
+        return ExitRows(slot, position, x[0], h[0], before[0]), above, kvs, block
 
     def packed(self, size, batch: SegmentBatch, pending, above, kvs, block):
         """Run the rows of a batch as `size` flat ones."""

@@ -17,7 +17,15 @@ from eejax.inference.logits_params import LogitsParams, TopLogprobs
 from eejax.inference.options import EngineOptions
 from eejax.inference.policy import Emission, ExitInput, ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.schedule import INITIAL_ACCEPTANCE, BatchPlan, SlotProgress, best_drafts
+from eejax.inference.schedule import (
+    IN_PLACE,
+    INITIAL_ACCEPTANCE,
+    PACKED,
+    BatchPlan,
+    SegmentBatch,
+    SlotProgress,
+    best_drafts,
+)
 from eejax.inference.weights import Weights
 from eejax.models.cache import KVCache, init_cache, varying
 from eejax.models.config import ModelConfig
@@ -181,6 +189,16 @@ class WorkCounters(struct.PyTreeNode):
     chunks: jax.Array
     chunk_spans: jax.Array
     steps: jax.Array
+
+    def count_run(self, e: int, batch: SegmentBatch) -> WorkCounters:
+        """Return the counters after segment e ran a batch, or skipped it."""
+        segments, ways = self.runs.shape
+        own = jnp.arange(segments) == e
+        run = own[:, None] & (jnp.arange(IN_PLACE, IN_PLACE + ways) == batch.mode)[None]
+        spans = jnp.where(own, jnp.where(batch.mode >= PACKED, batch.spans, 0), 0)
+        return self.replace(
+            runs=self.runs + run.astype(jnp.uint32), spans=self.spans + spans.astype(jnp.uint32)
+        )
 
 
 class PendingRows(struct.PyTreeNode):

@@ -23,8 +23,9 @@ from eejax.common.trees import Tree
 from eejax.kernels import call, norms
 from eejax.models import attention
 from eejax.models.attention import NEGATIVE as NEGATIVE  # masks logits too
-from eejax.models.config import ModelConfig, RopeKind, RotaryConfig
+from eejax.models.config import ModelConfig, RopeKind
 from eejax.models.positions import alibi_slopes, rotary_tables, rotate
+from eejax.models.rotary_config import RotaryConfig
 from eejax.models.shards import enter, leave, own_kv_head, own_positions
 
 

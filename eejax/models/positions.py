@@ -7,7 +7,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from eejax.models.config import RotaryConfig
+from eejax.models.rotary_config import RotaryConfig
 
 
 def rotary_frequencies(rotary: RotaryConfig, dims: int) -> tuple[jax.Array, float]:

@@ -129,11 +129,15 @@ def test_several_requests_look_up_nothing(model):
 
 
 def test_an_engine_of_one_slot_serves_them_one_after_another(model):
-    options = EngineOptions("speculative", **DRAFTING)
-    scheduler = Scheduler(EarlyExitEngine.make(model, CONFIG, options, slots=1))
-    asked = [PROMPT, PROMPT[:9], PROMPT[3:30]]
-    numbers = [add(scheduler, prompt, 25) for prompt in asked]
-    outputs = scheduler.run()
+    asked, steps = [PROMPT, PROMPT[:9], PROMPT[3:30]], {}
+    for n in (0, 5):
+        own = DRAFTING | dict(lookup=n, adapt=False)
+        engine = EarlyExitEngine.make(model, CONFIG, EngineOptions("speculative", **own), slots=1)
+        scheduler = Scheduler(engine)
+        numbers = [add(scheduler, prompt, 25) for prompt in asked]
+        outputs = scheduler.run()
+        steps[n] = int(scheduler.state.work.runs[-1].sum())  # passes of the last segment
+    assert steps[5] < steps[0]
     full = Generator.make(model, CONFIG, "full")
     for number, prompt in zip(numbers, asked, strict=True):
         own = [t for o in outputs if o.request_id == number for t in o.tokens]
@@ -145,6 +149,8 @@ def test_a_mesh_looks_up_too(model):
     two = generator(model, MeshConfig(model=2), **DRAFTING).generate([PROMPT], 30)
     np.testing.assert_array_equal(one.tokens, two.tokens)
     np.testing.assert_array_equal(one.drafted, two.drafted)
+    alone = generator(model, MeshConfig(model=2), **DRAFTING | dict(lookup=0))
+    assert (two.layers > 0).sum() < (alone.generate([PROMPT], 30).layers > 0).sum()
 
 
 def test_bad_numbers_are_named():

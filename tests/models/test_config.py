@@ -7,7 +7,8 @@ from drawn_configs import configs
 from hypothesis import given, settings
 
 from eejax.common.errors import ConfigError
-from eejax.models.config import ExitConfig, ModelConfig, RotaryConfig
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.models.rotary_config import RotaryConfig
 
 BASE = dict(vocab_size=50, n_layers=6, d_model=32, n_heads=4, context_length=64)
 

@@ -6,7 +6,7 @@ import pytest
 import reference_model
 
 from eejax.models import positions
-from eejax.models.config import RotaryConfig
+from eejax.models.rotary_config import RotaryConfig
 
 CASES = {
     "none": RotaryConfig(),

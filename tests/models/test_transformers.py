@@ -8,7 +8,8 @@ import pytest
 
 from eejax.losses import multi_exit_loss
 from eejax.models import exits, params, transformer
-from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.models.config import ModelConfig
+from eejax.models.rotary_config import RotaryConfig
 
 pytestmark = pytest.mark.slow
 

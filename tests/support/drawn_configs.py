@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from eejax.models.config import ACTIVATIONS, ExitConfig, ModelConfig, RotaryConfig
+from eejax.models.config import ACTIVATIONS, ExitConfig, ModelConfig
+from eejax.models.rotary_config import RotaryConfig
 
 HEADS = ((2, 1), (4, 2), (3, 3), (6, 2))
 

@@ -11,8 +11,8 @@ from eejax.checkpoint.hf.family import Values
 from eejax.checkpoint.hf.gguf_file import GgufFile
 from eejax.common.errors import CheckpointError
 from eejax.data.gguf_tokenizer import special_ids
-from eejax.models.config import RotaryConfig
 from eejax.models.positions import rotary_frequencies
+from eejax.models.rotary_config import RotaryConfig
 
 _NAMES = {
     "context_length": "max_position_embeddings",

@@ -27,7 +27,7 @@ from eejax.checkpoint.hf.layouts import (
 )
 from eejax.checkpoint.hf.rope import read_rotary
 from eejax.common.errors import CheckpointError, ConfigError
-from eejax.models.config import RotaryConfig
+from eejax.models.rotary_config import RotaryConfig
 
 TensorShapes = Mapping[str, tuple[int, ...]]
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from eejax.checkpoint.hf.fields import Raw, is_number
 from eejax.common.errors import CheckpointError
-from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.models.config import ModelConfig
+from eejax.models.rotary_config import RotaryConfig
 
 SCALINGS = {"default": "none", "linear": "linear", "llama3": "llama3", "yarn": "yarn"}
 LAYERS = ("full_attention", "sliding_attention")

@@ -9,7 +9,8 @@ from eejax.checkpoint.hf.family import Values
 from eejax.checkpoint.hf.fields import Raw, write_windows
 from eejax.checkpoint.hf.rope import read_rotary, write_rotary
 from eejax.checkpoint.hf.tensor_rules import projects
-from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.models.config import ModelConfig
+from eejax.models.rotary_config import RotaryConfig
 
 
 def opt_more(raw: Raw) -> Values:

@@ -19,7 +19,8 @@ from eejax.checkpoint.hf.load import pretrained_config
 from eejax.checkpoint.hf.torch_file import TorchFile
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.models import params
-from eejax.models.config import ExitConfig, ModelConfig, RotaryConfig
+from eejax.models.config import ExitConfig, ModelConfig
+from eejax.models.rotary_config import RotaryConfig
 
 CONFIG = ModelConfig(
     vocab_size=11,

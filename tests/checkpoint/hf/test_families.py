@@ -14,7 +14,8 @@ from eejax.checkpoint.hf.fields import Raw
 from eejax.checkpoint.hf.keys import is_idle
 from eejax.common.errors import CheckpointError, ConfigError
 from eejax.models import params
-from eejax.models.config import ModelConfig, RotaryConfig
+from eejax.models.config import ModelConfig
+from eejax.models.rotary_config import RotaryConfig
 
 KEYS = json.loads(FILE.with_name("config_keys.json").read_text())
 # Keys that a family's model reads and that change no logits of those that are read.

@@ -23,8 +23,8 @@ from eejax.checkpoint.hf.gguf_folder import CACHE, gguf_folder
 from eejax.checkpoint.hf.packages import PACKAGES
 from eejax.common.errors import CheckpointError
 from eejax.data.tokenizer_files import load_tokenizer
-from eejax.models.config import RotaryConfig
 from eejax.models.positions import rotary_frequencies
+from eejax.models.rotary_config import RotaryConfig
 
 LOCAL = {"rope_type": "default", "rope_theta": 1e4}
 GLOBAL = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
