@@ -226,7 +226,7 @@ class SegmentBranches:
         i = jnp.maximum(state.position - start, 0)
         i = i + jnp.arange(min(size, pending.input_token.shape[1]))
         real, i = i < count, jnp.minimum(i, size - 1)
-        rows = ExitRows(*(gather(a, i) for a in rows))
+        rows = jax.tree.map(lambda a: gather(a, i), rows)
         state = state.replace(pending=pending)
         pending = run_gates(self.runner, state, self.e, rows, real, self.drafts)
         return pending, above, kvs, block
