@@ -42,6 +42,7 @@ COMMANDS = {
     "bench helios": ("bench_helios", "Time a server that chooses its model against fixed models."),
     "bench kernels": ("bench_kernels", "Time the GPU kernels against XLA's operations."),
     "bench pipeline": ("bench_pipeline", "Measure what early exits cost a pipeline."),
+    "bench real": ("bench_real", "Time lossless decoding of a real model, by kind of prompt."),
     "bench routers": ("bench_routers", "Compare routers with those of tide-inference."),
     "bench serving": ("bench_serving", "Measure what the server costs, and latency by load."),
     "bench slots": ("bench_slots", "Measure what free slots of an engine cost."),

@@ -53,6 +53,8 @@ from eejax.inference.segment_branches import (
     write_ring,
 )
 from eejax.inference.state import (
+    EXIT_DRAFT,
+    TEXT_DRAFTS,
     DecodeRecord,
     EngineState,
     PendingRows,
@@ -105,18 +107,22 @@ def commit_tokens(state: EngineState) -> EngineState:
 
         pending = pending.replace(accepted=put(pending.accepted, accepted))
 
-        drafted, some = by_order(pending.drafted), jnp.any(emits, -1)
+        drafted, some = by_order(pending.drafted), jnp.any(emits, -1)[:, None]
 
-        def share(before, kind):
-            of_kind = emits & (drafted == kind)
+        def shares(before, kinds):
+            of_kind = emits[:, None] & (
+                drafted[:, None] == np.array(kinds, np.int32)[None, :, None]
+            )
             tried, right = (
-                jnp.sum(which.astype(jnp.int32), -1) for which in (of_kind, of_kind & accepted)
+                jnp.sum(which.astype(jnp.int32), -1)
+                for which in (of_kind, of_kind & accepted[:, None])
             )
             return jnp.where(some, update_acceptance(jnp, before, tried, right), before)
 
-        state = state.replace(acceptance=share(state.acceptance, lookup.EXIT))
+        own = shares(state.acceptance[:, None], [EXIT_DRAFT])[:, 0]
+        state = state.replace(acceptance=own)
         if (before := state.lookup_acceptance) is not None:
-            state = state.replace(lookup_acceptance=share(before, lookup.TEXT))
+            state = state.replace(lookup_acceptance=shares(before, TEXT_DRAFTS))
     n = jnp.sum(emits.astype(jnp.int32), -1)
     prompt = state.prompt
     if state.keeps_text:
@@ -152,6 +158,8 @@ def engine_step(
     prompts: requests may bring prompts that have not run.
     """
     runner, begun, drafts = SegmentRunner(weights, config), state.position, state.max_drafts
+    if options.lookup > options.max_drafts:
+        drafts = jnp.minimum(drafts, options.max_drafts)
     state = _advance_segments(runner, options, state, drafts, prompts)
     if prompts:
         state = _advance_prefill(runner, options, state)
@@ -232,7 +240,7 @@ def _draft(runner, options, state, drafts, prompts) -> EngineState:
     come first, all in one run of the segment.
     """
     if state.lookup_acceptance is not None:
-        state = lookup.start_rows(runner, options, state, state.lookup_acceptance, drafts)
+        state = lookup.start_rows(runner, options, state, drafts)
 
     def can_start(carry):
         return replace_from(state, 0, carry).can_start(options.cap, drafts)[0]
@@ -259,7 +267,7 @@ def _begin_rows(state: EngineState, can_start: jax.Array) -> PendingRows:
     if m > 1:
         guess = can_start & behind & (at_position(pending.exit, filled - 1) < 0)
         before_own = jnp.arange(m)[None] == ring_index(filled - 1, m)[:, None]
-        drafted = jnp.where(before_own & guess[:, None], lookup.EXIT, pending.drafted)
+        drafted = jnp.where(before_own & guess[:, None], EXIT_DRAFT, pending.drafted)
         pending = pending.replace(drafted=drafted)
     return pending.replace(input_token=jnp.where(own, input_token[:, None], pending.input_token))
 

@@ -153,7 +153,7 @@ class Decoder(abc.ABC):
         rules: dict[str, Any] = {k: v for k, v in params.items() if k in EXIT_RULES}
         if not options.leaves_early:
             rules = {}
-        policy = ExitPolicy.make(config, b, **rules, drafts=options.max_drafts)
+        policy = ExitPolicy.make(config, b, **rules, drafts=options.draft_rows)
         drawn: dict[str, Any] = {k: v for k, v in params.items() if k in SAMPLING}
         sampling = SamplingParams.make(b, **drawn)
         room = config.context_length - lengths

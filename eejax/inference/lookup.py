@@ -16,12 +16,12 @@ from eejax.inference.options import EngineOptions
 from eejax.inference.schedule import PACKED, SegmentBatch, best_drafts
 from eejax.inference.segment import SegmentRunner
 from eejax.inference.segment_branches import SPAN, SegmentBranches
-from eejax.inference.state import EngineState, PendingRows, hits_stop_token
+from eejax.inference.state import TEXT_DRAFTS, EngineState, PendingRows, hits_stop_token
 from eejax.models.branches import run_where
 from eejax.models.cache import KVCache
 
-SHORTEST, LONGEST = 2, 4  # tokens that must be the same, and that are compared
-EXIT, TEXT = 1, 2  # `PendingRows.drafted`: where a draft is from
+SHORTEST, LONGEST = TEXT_DRAFTS[0], TEXT_DRAFTS[-1]
+"""Tokens that must be the same, and tokens that are compared."""
 
 
 def continuation(text: jax.Array, position: jax.Array, n: int) -> tuple[jax.Array, jax.Array]:
@@ -35,8 +35,8 @@ def continuation(text: jax.Array, position: jax.Array, n: int) -> tuple[jax.Arra
       position: [slots] int32, position of the last token in its text.
 
     Returns:
-      (tokens [slots, n], found [slots] bool, whether there is a place with at least `SHORTEST`
-      equal tokens).
+      (tokens [slots, n], equal [slots] int32, the number of equal tokens there, 0 if it would be
+      less than `SHORTEST`).
     """
     place = jnp.arange(text.shape[1], dtype=jnp.int32)[None]
     end = position[:, None]
@@ -50,14 +50,13 @@ def continuation(text: jax.Array, position: jax.Array, n: int) -> tuple[jax.Arra
     best = jnp.argmax(score, -1).astype(jnp.int32)[:, None]
     period = jnp.maximum(end - best, 1)
     tokens = gather_each(text, best + 1 + jnp.arange(n, dtype=jnp.int32)[None] % period)
-    return tokens, jnp.max(score, -1) >= 0
+    return tokens, jnp.maximum(jnp.max(score, -1), 0) // text.shape[1]
 
 
 def start_rows(
     runner: SegmentRunner,
     options: EngineOptions,
     state: EngineState,
-    acceptance: jax.Array,
     drafts: jax.Array,
 ) -> EngineState:
     """Run the only slot's next row through the first segment, with rows behind it that read what
@@ -67,12 +66,14 @@ def start_rows(
       runner: runs the rows.
       options: options of an engine with one slot.
       state: the state before.
-      acceptance: [1] float32, share of such drafts that are accepted.
       drafts: [1] int32, maximum drafts of the exit.
     """
     size, start = options.lookup + 1, state.cache.filled[:, 0]
-    tokens, found = continuation(state.prompt, state.position, options.lookup)
-    allowed = jnp.where(found & (state.drafts_allowed > 0), state.remaining - 1, 0)
+    assert state.lookup_acceptance is not None, "the engine drafts from texts"
+    tokens, equal = continuation(state.prompt, state.position, options.lookup)
+    kind = jnp.maximum(equal - SHORTEST, 0)
+    acceptance = gather_each(state.lookup_acceptance, kind[:, None])[:, 0]
+    allowed = jnp.where((equal > 0) & (state.drafts_allowed > 0), state.remaining - 1, 0)
     allowed, verify = jnp.minimum(allowed, size - 1), state.plan.verify_cost
     number = best_drafts(jnp, acceptance, jnp.float32(0), verify, allowed, size - 1)
     ends = hits_stop_token(state.request, tokens)  # no row starts from such a draft
@@ -81,7 +82,7 @@ def start_rows(
 
     def run(carry):
         before, rows = replace_from(state, 0, carry), number + 1
-        cache, pending = before.cache, _with_drafts(before, tokens, number)
+        cache, pending = before.cache, _with_drafts(before, tokens, number, equal)
         branches = SegmentBranches(runner, before, 0, jnp.zeros((1, 0, 0)), None)
         _, above, kvs, block = branches.run_rows(
             size, rows, pending, before.waiting[0], cache.segments[0], cache.blocks[0]
@@ -107,9 +108,11 @@ def start_rows(
     return replace_from(state, 0, run_where(ready[0], run, changed_from(state, 0)))
 
 
-def _with_drafts(state: EngineState, tokens: jax.Array, number: jax.Array) -> PendingRows:
+def _with_drafts(
+    state: EngineState, tokens: jax.Array, number: jax.Array, kind: jax.Array
+) -> PendingRows:
     """Return the only slot's pending rows with those that read the last token and `number` [1] of
-    the drafts `tokens` [1, n]."""
+    the drafts `tokens` [1, n], of a `kind` [1]."""
     pending, n = state.pending, tokens.shape[1]
     m = pending.input_token.shape[1]
     # By place of the ring: the order of its row.
@@ -122,7 +125,7 @@ def _with_drafts(state: EngineState, tokens: jax.Array, number: jax.Array) -> Pe
     own = blank.replace(
         input_token=gather_each(reads, jnp.minimum(order, n)),
         token=jnp.where(drafted, draft, blank.token),
-        drafted=jnp.where(drafted, TEXT, 0),
+        drafted=jnp.where(drafted, kind[:, None], 0),
     )
     begun = order <= number[:, None]
 

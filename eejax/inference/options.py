@@ -69,7 +69,7 @@ class EngineOptions:
         row runs in place, all drafts with the row before them replace the one row.
       chunk: prompt tokens of a step, where prompts run beside requests that decode. None: as many
         as the device runs well together (`CHUNKS`), at most the model's context.
-      drafts: maximum tokens of a request that are drafted past an undecided one, and at most
+      drafts: maximum tokens of a request that an exit drafts past an undecided one, and at most
         cap - 1; by default 4 with "speculative", else none. A request may have fewer
         (`ExitPolicy.drafts`).
       adapt: "speculative" drafts fewer tokens, or none, for a request whose drafts are rarely
@@ -110,13 +110,13 @@ class EngineOptions:
         object.__setattr__(self, "buckets", tuple(sorted({*self.buckets})))  # hashable
         require_one_of("engine", self.engine, ENGINES)
         require_count("cap", self.cap)
+        require_count("lookup", self.lookup, minimum=0)
         if self.chunk is not None:
             require_count("chunk", self.chunk)
         if self.drafts is not None:
-            require_count("drafts", self.drafts, minimum=1 if self.engine == "speculative" else 0)
+            require_count("drafts", self.drafts, minimum=0)
         if self.num_segments is not None:
             require_count("num_segments", self.num_segments)
-        require_count("lookup", self.lookup, minimum=0)
         require(
             self.lookup < self.cap,
             "lookup",
@@ -165,10 +165,15 @@ class EngineOptions:
 
     @property
     def max_drafts(self) -> int:
-        """Maximum drafts of a request."""
+        """Maximum drafts of a request by an exit."""
         if self.drafts is not None:
             return self.drafts
         return DRAFTS if self.engine == "speculative" else 0
+
+    @property
+    def draft_rows(self) -> int:
+        """Maximum drafts of a request, by an exit or from its text."""
+        return max(self.max_drafts, self.lookup)
 
     def resolved(self, config: ModelConfig, slots: int) -> EngineOptions:
         """Return the options with open fields resolved for a model and a number of slots."""
@@ -197,7 +202,7 @@ def drafts_at_once(options: EngineOptions, slots: int) -> bool:
 
     It does for a single slot, which has no other to wait for, if no early exit emits tokens.
     """
-    return slots == 1 and options.max_drafts > 0 and not options.leaves_early
+    return slots == 1 and options.draft_rows > 0 and not options.leaves_early
 
 
 def given_options(options: EngineOptions | str | None) -> EngineOptions:
@@ -240,6 +245,9 @@ def engine_config(config: ModelConfig, options: EngineOptions) -> ModelConfig:
     if options.engine == "full":
         config = config.replace(exits=())
     if options.engine == "speculative":
+        allowed = "must be at least 1 without lookup"
+        fix = "Set lookup to draft from the text alone."
+        require(options.draft_rows > 0, "drafts", options.drafts, allowed, fix)
         by_boundary = {e.boundary: e for e in config.exits}
         boundary = options.draft_exit
         if boundary is None:

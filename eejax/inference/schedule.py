@@ -16,11 +16,11 @@ from eejax.common.errors import require, require_array
 from eejax.common.indexing import gather
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
-INITIAL_ACCEPTANCE = np.float32(0.8)  # assumed share of accepted drafts before any was made
+INITIAL_ACCEPTANCE = np.float32(0.6)  # assumed share of accepted drafts before any was made
 ACCEPTANCE_WEIGHT = np.float32(0.2)  # weight of one more draft in the running share
-ACCEPTANCE_RECOVERY = np.float32(0.01)
+ACCEPTANCE_RECOVERY = np.float32(0.005)
 """Growth of that share towards 1 for a token without drafts, so that drafts are tried again. If
-they are never accepted, one draft is wasted in some ten tokens or more."""
+they are never accepted, one draft is wasted in some twenty tokens or more."""
 
 
 class BatchPlan(struct.PyTreeNode):
@@ -201,6 +201,8 @@ def update_acceptance(xp: Any, acceptance: Any, tried: Any, accepted: Any) -> An
       acceptance: [slots] float32, the share before.
       tried: [slots] int32, drafts up to the first wrong one.
       accepted: [slots] int32, number of them that were right.
+
+    Arrays may have further dimensions, for several kinds of drafts.
     """
     tried = tried.astype(np.float32)
     fresh = accepted.astype(np.float32) / xp.maximum(tried, np.float32(1))

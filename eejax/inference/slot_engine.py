@@ -237,7 +237,7 @@ def policy_for(policy: ExitPolicy | None, engine: Engine) -> ExitPolicy:
     """
     config, options = engine.config, engine.options
     if policy is None:
-        return ExitPolicy.make(config, 1, drafts=options.max_drafts)
+        return ExitPolicy.make(config, 1, drafts=options.draft_rows)
     requests, exits = policy.thresholds.shape
     require(
         exits == config.n_exits,
@@ -245,7 +245,7 @@ def policy_for(policy: ExitPolicy | None, engine: Engine) -> ExitPolicy:
         f"thresholds of {exits} exits",
         f"must be made of the engine's config, which has {config.n_exits}",
     )
-    drafts = np.minimum(policy.drafts, options.max_drafts)
+    drafts = np.minimum(policy.drafts, options.draft_rows)
     if options.leaves_early:
         return policy.replace(drafts=drafts)
     return ExitPolicy.make(config, requests, drafts=drafts.tolist())

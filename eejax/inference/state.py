@@ -31,6 +31,11 @@ from eejax.models.cache import KVCache, init_cache, varying
 from eejax.models.config import ModelConfig
 from eejax.models.exits import Reader
 
+EXIT_DRAFT = 1
+TEXT_DRAFTS = (2, 3, 4)
+"""Kinds of drafts (`PendingRows.drafted`): by an exit, or from the text, where so many of its last
+tokens stood before. Longer matches are right more often."""
+
 MAX_STOP_TOKENS = 8
 """Maximum stop tokens of a request in a slot. `Generator` takes more, with other programs."""
 
@@ -209,8 +214,8 @@ class PendingRows(struct.PyTreeNode):
       token, logprob, confidence: id, log-probability and confidence of the token that follows.
       exit: the exit that decided that token; -1 while none has, and then `token` is a draft.
       top_token, streak: what gates remember about the row (`Memory`).
-      drafted: where the next row started from a draft, who made it (`lookup.EXIT`, `lookup.TEXT`);
-        else 0.
+      drafted: where the next row started from a draft, who made it (`EXIT_DRAFT`, or one of
+        `TEXT_DRAFTS`); else 0.
       accepted: 1 where that draft was right.
       top_logprobs: the most likely tokens, where requests may ask for them.
     """
@@ -252,7 +257,8 @@ class EngineState(struct.PyTreeNode):
         same for all.
       pending: the pending rows.
       acceptance: recent share of accepted drafts of the exit.
-      lookup_acceptance: the same of drafts from the text; None without them.
+      lookup_acceptance: [slots, kinds], the same of drafts from the text, for each of
+        `TEXT_DRAFTS`; None without them.
       token: int32, the last emitted token, which the next row reads.
       position: int32, its position.
       remaining: int32, tokens still to emit; 0 when finished, and in a free slot.
@@ -384,12 +390,14 @@ def blank(
         pending=own(
             PendingRows.blank(
                 slots,
-                max(options.max_drafts, options.lookup) + 1,
+                options.draft_rows + 1,
                 logits_params=options.logits_params,
             )
         ),
         acceptance=own(jnp.full((slots,), INITIAL_ACCEPTANCE)),
-        lookup_acceptance=own(jnp.full((slots,), INITIAL_ACCEPTANCE)) if options.lookup else None,
+        lookup_acceptance=(
+            own(jnp.full((slots, len(TEXT_DRAFTS)), INITIAL_ACCEPTANCE)) if options.lookup else None
+        ),
         token=zero,
         position=zero,
         remaining=zero,

@@ -232,7 +232,8 @@ def generate(
         right. A model without an exit there gets one of the final norm and head (LayerSkip;
         Elhoushi et al. 2024). Where the text repeats itself, its own continuation is the draft. The
         number of drafts adapts to how many are accepted.
-      engine: name of an engine, or options of one.
+      engine: name of an engine, or options of one. "speculative" drafts as with `draft_exit`, by
+        the lowest exit, or from the text alone if the model has none.
       options: as `Generator.stream` takes them.
 
     Raises:
@@ -258,7 +259,7 @@ def generate(
             "layers: calibrate() or tune() gives it some.",
             stacklevel=2,
         )
-    drafts = draft_exit is not None
+    drafts = draft_exit is not None or engine == "speculative"
     generator = _drafting(model, draft_exit) if drafts else generator_of(model, engine)
     tokenizer = model.tokenizer
     ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
@@ -276,14 +277,22 @@ def generator_of(model: LanguageModel, engine: EngineOptions | str) -> Generator
     return model.cache[options]
 
 
-def _drafting(model: LanguageModel, boundary: int) -> Generator:
-    """Return the model's generator that drafts with the exit at a boundary, prepared once."""
-    options = EngineOptions("speculative", draft_exit=boundary, lookup=LOOKUP)
+def _drafting(model: LanguageModel, boundary: int | None) -> Generator:
+    """Return the model's generator that drafts, prepared once.
+
+    boundary: of the exit that drafts; by default the lowest, or none if the model has no exits.
+    """
+    alone = boundary is None and not model.config.exits
+    drafts = 0 if alone else None
+    options = EngineOptions("speculative", draft_exit=boundary, lookup=LOOKUP, drafts=drafts)
     most = model.config.n_layers - 1
     if options not in model.cache:
-        allowed = f"must be a number of layers in 0..{most}, below the last"
-        require(boundary <= most, "draft_exit", boundary, allowed)
-        params, config = with_exits(model.params, model.config, [boundary])
+        params, config = model.params, model.config
+        if boundary is not None or alone:
+            boundary = 0 if boundary is None else boundary
+            allowed = f"must be a number of layers in 0..{most}, below the last"
+            require(boundary <= most, "draft_exit", boundary, allowed)
+            params, config = with_exits(params, config, [boundary])
         model.cache[options] = Generator.make(params, config, options)
     return model.cache[options]
 

@@ -14,15 +14,19 @@ from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator, lookup
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.options import VERIFY_COSTS, verify_cost
+from eejax.inference.policy import ExitPolicy
+from eejax.inference.sampling import SamplingParams
+from eejax.inference.schedule import INITIAL_ACCEPTANCE, update_acceptance
 from eejax.inference.scheduler import Scheduler
+from eejax.inference.state import TEXT_DRAFTS, RequestRows
 from eejax.kernels import call
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
 
-def by_hand(text: list[int], n: int) -> list[int] | None:
-    """The continuation of a text's last tokens, by trying all places."""
+def by_hand(text: list[int], n: int) -> tuple[list[int], int]:
+    """The continuation of a text's last tokens, by trying all places, and its equal tokens."""
     best, length = None, lookup.SHORTEST - 1
     for end in range(len(text) - 1):
         equal = 0
@@ -31,11 +35,11 @@ def by_hand(text: list[int], n: int) -> list[int] | None:
         if equal > lookup.SHORTEST - 1 and equal >= length:
             best, length = end, equal
     if best is None:
-        return None
+        return [], 0
     found = list(text)
     for _ in range(n):  # a copy that reads what it has written
         found.append(found[best + 1 + len(found) - len(text)])
-    return found[len(text) :]
+    return found[len(text) :], length
 
 
 @settings(max_examples=60)
@@ -51,10 +55,10 @@ def test_continuations_are_those_of_all_places_tried(text, room, data):
     for row, own in zip(rows, (text, other), strict=True):
         row[: len(own)] = own
     ends = jnp.array([len(text) - 1, len(other) - 1], jnp.int32)
-    tokens, found = jax.jit(lookup.continuation, static_argnums=2)(rows, ends, 5)
-    for own, got, there in zip((text, other), tokens.tolist(), found.tolist(), strict=True):
-        expected = by_hand(own, 5)
-        assert there == (expected is not None)
+    tokens, equal = jax.jit(lookup.continuation, static_argnums=2)(rows, ends, 5)
+    for own, got, there in zip((text, other), tokens.tolist(), equal.tolist(), strict=True):
+        expected, length = by_hand(own, 5)
+        assert there == length
         if there:
             assert got == expected
 
@@ -105,6 +109,50 @@ def test_repetitions_are_emitted_in_fewer_steps(model):
     np.testing.assert_array_equal(alone.tokens, both.tokens)
     assert both.accepted.sum() > alone.accepted.sum()
     assert (both.layers > 0).sum() < (alone.layers > 0).sum()
+
+
+def test_a_text_drafts_alone(model):
+    """The exit drafts nothing, so steps without a repetition run all layers for one token."""
+    own = DRAFTING | dict(drafts=0)
+    text = generator(model, **own).generate([PROMPT], 50)
+    both = generator(model, **DRAFTING).generate([PROMPT], 50)
+    np.testing.assert_array_equal(text.tokens, both.tokens)
+    assert 0 < text.accepted.sum() < both.drafted.sum()
+    assert (text.layers > 0).sum() + text.accepted.sum() == text.lengths[0]
+    several = generator(model, **own).generate([PROMPT, PROMPT[:9]], 12)
+    assert not several.drafted.any()
+    with pytest.raises(ConfigError, match="^drafts = 0: "):
+        generator(model, drafts=0)
+
+
+def test_longer_matches_have_acceptances_of_their_own(model):
+    """Each length of match has the share that is counted on the host from emitted tokens."""
+    options = EngineOptions("speculative", adapt=False, **DRAFTING)
+    engine = EarlyExitEngine.make(model, CONFIG, options, slots=1)
+    policy = ExitPolicy.make(engine.config, 1, drafts=options.draft_rows)
+    asked = RequestRows.make(engine.config, [len(PROMPT)], [40], policy, SamplingParams.make(1))
+    rows, _ = engine.prefill([PROMPT], asked)
+    state, text = engine.insert(engine.start(), rows, [0]), list(PROMPT)
+    shares = np.full((1, len(TEXT_DRAFTS)), INITIAL_ACCEPTANCE)
+    tried_ever = np.zeros_like(shares)
+    for _ in range(60):
+        state, record = engine.generate(state, 1)
+        tokens = [t for t in np.asarray(record.token)[:, 0].tolist() if t >= 0]
+        counts = np.zeros((2, *shares.shape), np.int32)
+        left = 40 - (len(text) - len(PROMPT))
+        if 1 < left < 40 and tokens:  # the first token is the prompt's
+            drafts, equal = by_hand(text, min(options.lookup, left - 1))
+            right = 0
+            while right < len(drafts) and drafts[right] == tokens[right]:
+                right += 1
+            if equal:
+                counts[:, 0, TEXT_DRAFTS.index(equal)] = min(right + 1, len(drafts)), right
+        if tokens:
+            shares = update_acceptance(np, shares, *counts)
+        tried_ever += counts[0]
+        np.testing.assert_allclose(state.lookup_acceptance, shares, rtol=1e-5)
+        text += tokens
+    assert (tried_ever > 0).all() and len(text) == len(PROMPT) + 40
 
 
 def test_stops_and_limits_end_a_text_within_a_draft(model):

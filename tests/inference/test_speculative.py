@@ -236,7 +236,7 @@ def test_a_request_at_the_end_of_the_context(model, prompts):
 def test_nothing_early_is_emitted_whatever_is_asked(model, prompts):
     p, config = model
     asked = prompts(0, [8, 5, 11])
-    g = Generator.make(p, config, OPTIONS)
+    g = Generator.make(p, config, STEADY)
 
     def run(**kwargs):
         return [*g.stream(asked, 12, chunk=2, **kwargs)]
@@ -295,7 +295,7 @@ def test_a_sampled_row_does_not_depend_on_its_batch_mates(subset, prompts):
 @pytest.mark.parametrize(
     "options, message",
     [
-        (dict(drafts=0), "drafts = 0: must be an integer of at least 1"),
+        (dict(drafts=0), "drafts = 0: must be at least 1 without lookup. Set lookup"),
         (dict(draft_exit=-1), "draft_exit = -1"),
         (dict(draft_exit=2), r"draft_exit = 2: .*2 early exits, \[1, 3\]"),
         (dict(adapt=1), "adapt = 1: must be True or False"),

@@ -158,6 +158,11 @@ def test_drafts_of_any_model_write_the_full_models_text(small_run, own_exits):
     assert result.boundaries[result.boundaries >= 0].min() == model.config.n_layers
     kept = len(model.cache)
     assert model.generate("class B:", 40, draft_exit=2, **on)[0] and len(model.cache) == kept
+    # By the lowest exit; of a model without exits, from the text alone.
+    text, result = model.generate("class A:", 40, engine="speculative", **on)
+    assert text == full and (own_exits or 0 < result.accepted.sum())
+    drafts = [o.max_drafts for o in model.cache if getattr(o, "draft_exit", 2) is None and o.lookup]
+    assert drafts == [4 if own_exits else 0]
     with pytest.raises(ConfigError, match="draft_exit = 3: must be a number of layers in 0..2"):
         model.generate("class A:", draft_exit=3)
     for other in (dict(threshold=0.5), dict(engine="full"), dict(agreement=0.9)):

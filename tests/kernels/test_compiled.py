@@ -18,8 +18,8 @@ specifications by compute capability (163, 99 and 227 KiB)."""
 PTX = (8, 7)  # the newest that the assembler beside JAX's CUDA 12 plugin takes
 
 
-# Those with the largest tiles, the most shared memory and the most registers, and every way in which
-# an op divides its work into kernels.
+# Those with the largest tiles, the most shared memory and the most registers, and every way in
+# which an op divides its work into kernels.
 CHOSEN = {
     "compact": ("4096-0.9", "3000000-0.5"),
     "decode_attention": (

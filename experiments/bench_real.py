@@ -1,0 +1,331 @@
+"""Lossless decoding of a real model, by kind of prompt, beside full depth and transformers.
+
+    eejax bench real --tuned=models/smollm2-exits --json
+
+The prompts are those of Spec-Bench (six categories) and HumanEval, read from $EEJAX_DATA, as the
+model's chat template puts them. Each is continued alone, greedily and with a temperature, by the
+engine "full" and by "speculative" in several ways, one after the other; whole calls are timed,
+prompt included. Models of all ways read the same arrays of layers.
+
+Ways: `exit_and_text` is what `eejax.generate(draft_exit=N)` does with --tuned, the tuned model:
+its exit drafts, and the text where it repeats itself; `exit` and `text` are one of the two alone;
+`untuned` has an exit of the final norm and head instead, without drafts from the text.
+
+Reported: `lossless_speedup`, the mean over categories of seconds of "full" over those of
+`exit_and_text`, both summed over the greedy runs; `lowest_speedup`, the smallest of them;
+`tokens_differ`, tokens of any way that are not those of "full". With --peer, which needs `make
+bench-env` and a GGUF file, also `full_vs_transformers`. Intervals are 95 % bootstraps over runs.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+import os
+import pathlib
+import random
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from absl import flags
+
+from eejax.experiments import launch, peer_device
+from eejax.experiments.decode_times import with_layers_of
+
+_MODEL = flags.DEFINE_string("model", "smollm2", "A model that `eejax.load` takes.")
+_TUNED = flags.DEFINE_string("tuned", None, "The same model with tuned exits, as `save` left it.")
+_EXIT = flags.DEFINE_integer("draft_exit", None, "Boundary of the exit; by default the lowest.")
+_PROMPTS = flags.DEFINE_integer("prompts", 3, "Prompts of a category.", lower_bound=1)
+_CATEGORIES = flags.DEFINE_list("categories", None, "Categories to run; by default all.")
+_NEW = flags.DEFINE_integer("new", 96, "Tokens to generate for a prompt.", lower_bound=2)
+_RUNS = flags.DEFINE_integer("runs", 2, "Timed runs of a prompt in each way.", lower_bound=1)
+_LONGEST = flags.DEFINE_integer("longest", 928, "Most tokens of a prompt.", lower_bound=16)
+_TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of sampled runs.", lower_bound=0.0)
+_PEER = flags.DEFINE_bool("peer", True, "Measure transformers too.")
+_JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
+
+FULL, BOTH, EXIT, TEXT, UNTUNED = "full", "exit_and_text", "exit", "text", "untuned"
+TURNS = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+"""Categories of MT-Bench, which Spec-Bench counts as one."""
+
+
+@dataclasses.dataclass
+class CategoryRuns:
+    """Seconds and counts of one category at one temperature.
+
+    Attributes:
+      seconds: of each way, by run.
+      passes: passes through all layers, of each way.
+      drafted: drafted tokens of each way, and how many of them were right.
+      tokens: tokens that "full" generated.
+    """
+
+    seconds: dict[str, list[float]]
+    passes: collections.Counter[str]
+    drafted: dict[str, np.ndarray]
+    tokens: int = 0
+
+    @classmethod
+    def of(cls, ways: Sequence[str]) -> CategoryRuns:
+        zero = {way: np.zeros(2, np.int64) for way in ways}
+        return cls({way: [] for way in ways}, collections.Counter(), zero)
+
+    def add(self, way: str, seconds: float, result: Any) -> None:
+        self.seconds[way].append(seconds)
+        self.passes[way] += int((np.asarray(result.layers) > 0).sum())
+        self.drafted[way] += [int(result.drafted.sum()), int(result.accepted.sum())]
+        self.tokens += len(result.ids(0)) if way == FULL else 0
+
+    def summary(self) -> dict[str, Any]:
+        """Return speeds relative to "full", with what explains them."""
+        from eejax.analysis.pairs import total_ratio
+
+        full = self.seconds[FULL]
+        found: dict[str, Any] = {"full_tokens_per_second": self.tokens / sum(full)}
+        for way, seconds in self.seconds.items():
+            if way == FULL or not seconds:
+                continue
+            ratio = total_ratio(full, seconds)
+            drafted, accepted = map(int, self.drafted[way])
+            found[way] = {
+                "speedup": ratio.median,
+                "interval": [ratio.low, ratio.high],
+                "tokens_per_pass": self.tokens / max(self.passes[way], 1),
+                "acceptance": accepted / max(drafted, 1),
+            }
+        return found
+
+
+def main() -> None:
+    import eejax
+
+    cores = len(os.sched_getaffinity(0))
+    model = eejax.load(_MODEL.value)
+    chosen = prompts(model)
+    generators, boundary = generators_of(model)
+    result: dict[str, Any] = {
+        "model": _MODEL.value,
+        "tuned": _TUNED.value,
+        "draft_exit": boundary,
+        "threads": cores,
+        "new": _NEW.value,
+    }
+    if _PEER.value:
+        result |= against_transformers(model, generators[FULL], chosen, cores)
+    ends = model.tokenizer.end_ids
+    greedy, differ = run(generators, chosen, ends, 0.0)
+    result["greedy"] = {name: runs.summary() for name, runs in greedy.items()}
+    ways = {way: g for way, g in generators.items() if way in (FULL, BOTH)}
+    if len(ways) > 1:
+        sampled, others = run(ways, chosen, ends, _TEMPERATURE.value)
+        result["sampled"] = {name: runs.summary() for name, runs in sampled.items()}
+        speeds = [found[BOTH]["speedup"] for found in result["greedy"].values()]
+        result["lossless_speedup"] = float(np.mean(speeds))
+        result["lowest_speedup"] = min(speeds)
+        differ += others
+    result["tokens_differ"] = differ
+    for name, value in launch.lines(result):
+        print(f"{name:48s} {value}")
+    if _JSON.value:
+        print(json.dumps(result))
+
+
+def prompts(model) -> dict[str, list[list[int]]]:
+    """Return token ids of the prompts by category.
+
+    Those of a category have one padded length, the one that most of its prompts have, because every
+    length is compiled.
+    """
+    from eejax.data.chat import ChatTemplate, find
+
+    template = ChatTemplate(*find(model.source, model.tokenizer))
+    by_length: dict[str, dict[int, list]] = {}
+    for category, text in questions():
+        asked = template.render([{"role": "user", "content": text}])
+        ids = model.tokenizer.encode_marked(asked).tolist()
+        if len(ids) <= _LONGEST.value:
+            width = 1 << (len(ids) - 1).bit_length()
+            by_length.setdefault(category, {}).setdefault(width, []).append(ids)
+    named = _CATEGORIES.value or list(by_length)
+    if unknown := [name for name in named if name not in by_length]:
+        from eejax.common.errors import ConfigError
+
+        raise ConfigError(f"--categories = {unknown}: must be of {', '.join(by_length)}.")
+    rng = random.Random(0)
+    return {
+        name: rng.sample(most, min(_PROMPTS.value, len(most)))
+        for name in named
+        for most in [max(by_length[name].values(), key=len)]
+    }
+
+
+def questions() -> list[tuple[str, str]]:
+    """List (category, prompt) of Spec-Bench and HumanEval."""
+    from eejax.common.errors import DataError
+
+    folder = os.environ.get("EEJAX_DATA")
+    if not folder:
+        raise DataError(
+            "EEJAX_DATA is not set: name the folder that holds spec_bench/question.jsonl and "
+            "humaneval/humaneval.jsonl."
+        )
+    found = []
+    for name, fields in (("spec_bench/question", "turns"), ("humaneval/humaneval", "prompt")):
+        path = pathlib.Path(folder, f"{name}.jsonl")
+        if not path.is_file():
+            raise DataError(f"{path} does not exist: EEJAX_DATA must be a folder that holds it.")
+        for line in path.read_text(encoding="utf-8").splitlines():
+            record = json.loads(line)
+            category = record.get("category", "humaneval")
+            text = record[fields]
+            turn = text if isinstance(text, str) else text[0]
+            found.append(("mt_bench" if category in TURNS else category, turn))
+    return found
+
+
+def generators_of(model) -> tuple[dict[str, Any], int]:
+    """Return generators by way, whose layers are the same arrays, and the boundary of the exit."""
+    import eejax
+    from eejax.calibration import with_exits
+    from eejax.inference import EngineOptions, Generator
+    from eejax.interop.api import LOOKUP
+
+    full = Generator.make(model.params, model.config, FULL)
+
+    def make(params, config, **options):
+        made = Generator.make(params, config, EngineOptions("speculative", **options))
+        return with_layers_of(full, made)
+
+    ways, boundary = {FULL: full}, _EXIT.value
+    if _TUNED.value is not None:
+        tuned = eejax.load(_TUNED.value)
+        boundary = min(tuned.config.exit_boundaries[:-1]) if boundary is None else boundary
+        # Of one arrays' memory: the tuned model's own layers are equal, and are not kept.
+        params = {**model.params, "exits": tuned.params["exits"]}
+        room = dict(draft_exit=boundary)
+        ways[BOTH] = make(params, tuned.config, lookup=LOOKUP, **room)
+        ways[EXIT] = make(params, tuned.config, **room)
+    params, config = with_exits(model.params, model.config, [0])
+    ways[TEXT] = make(params, config, draft_exit=0, drafts=0, lookup=LOOKUP)
+    boundary = model.config.n_layers // 8 if boundary is None else boundary
+    params, config = with_exits(model.params, model.config, [boundary])
+    ways[UNTUNED] = make(params, config, draft_exit=boundary)
+    return ways, boundary
+
+
+def run(
+    generators, chosen: dict[str, list[list[int]]], ends: Sequence[int], temperature: float
+) -> tuple[dict[str, CategoryRuns], int]:
+    """Time every prompt in every way: (runs by category, tokens that are not those of "full")."""
+    differ, compiled = 0, set()
+    found = {name: CategoryRuns.of(list(generators)) for name in chosen}
+    for name, asked in chosen.items():
+        for number, ids in enumerate(asked):
+            width = 1 << (len(ids) - 1).bit_length()
+            for i in range(-1, _RUNS.value):
+                if i < 0 and width in compiled:
+                    continue
+                order = list(generators) if i % 2 == 0 else list(reversed(generators))
+                results = {}
+                for way in order:
+                    begin = time.perf_counter()
+                    result = generators[way].generate(
+                        [ids],
+                        _NEW.value,
+                        stop_token_ids=ends,
+                        temperature=temperature,
+                        seed=number,
+                    )
+                    results[way] = time.perf_counter() - begin, result
+                if i >= 0:
+                    for way, (seconds, result) in results.items():
+                        found[name].add(way, seconds, result)
+                    want = results[FULL][1].ids(0)
+                    differ += sum(unequal(want, r.ids(0)) for _, r in results.values())
+            compiled.add(width)
+        kind = "greedy" if temperature == 0 else f"temperature {temperature}"
+        launch.say(json.dumps({name: found[name].summary(), "kind": kind}))
+    return found, differ
+
+
+def unequal(want: Sequence[int], got: Sequence[int]) -> int:
+    """Return the number of tokens that differ, missing ones included."""
+    return sum(a != b for a, b in zip(want, got, strict=False)) + abs(len(want) - len(got))
+
+
+def against_transformers(model, full, chosen, threads: int) -> dict[str, Any]:
+    """Time whole greedy calls of "full" and of transformers' `generate` of the same file."""
+    from eejax.analysis.pairs import total_ratio
+
+    theirs = transformers_generate(model, threads)
+    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
+    differ = tokens = 0
+
+    def ours(ids: list[int]) -> list[int]:
+        return full.generate([ids], _NEW.value).ids(0)
+
+    ways: dict[str, Callable[[list[int]], list[int]]] = {"ours": ours, "theirs": theirs}
+    compiled = set()
+    for ids in (ids for asked in chosen.values() for ids in asked):
+        width = 1 << (len(ids) - 1).bit_length()
+        if width not in compiled:
+            ours(ids)
+        compiled.add(width)
+        got = {}
+        for way, generate in ways.items():
+            time.sleep(0.3)  # torch's threads spin a while after their work
+            begin = time.perf_counter()
+            got[way] = generate(ids)
+            seconds[way].append(time.perf_counter() - begin)
+        differ += unequal(got["theirs"], got["ours"])
+        tokens += len(got["ours"])
+    ratio = total_ratio(seconds["theirs"], seconds["ours"])
+    return {
+        "full_vs_transformers": ratio.median,
+        "full_vs_transformers_interval": [ratio.low, ratio.high],
+        "transformers_tokens_per_second": tokens / sum(seconds["theirs"]),
+        "tokens_unlike_transformers": differ,
+        "peer_device": peer_device.described(peer_device.torch_device()),
+    }
+
+
+def transformers_generate(model, threads: int) -> Callable[[list[int]], list[int]]:
+    """Return transformers' greedy generation with the weights of the model's GGUF file."""
+    import torch
+    import transformers
+
+    from eejax.checkpoint.hf.packages import find
+
+    device = peer_device.torch_device()
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    path = find(_MODEL.value) or pathlib.Path(_MODEL.value)
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    peer = peer.eval().to(device)
+    peer.generation_config = transformers.GenerationConfig()
+
+    def generate(ids: list[int]) -> list[int]:
+        asked = torch.tensor([ids], device=device)
+        with torch.inference_mode():
+            out = peer.generate(
+                asked,
+                attention_mask=torch.ones_like(asked),
+                max_new_tokens=_NEW.value,
+                min_new_tokens=_NEW.value,
+                do_sample=False,
+                use_cache=True,
+                pad_token_id=0,
+            )
+        return out[0, len(ids) :].tolist()
+
+    generate(list(range(8)))
+    return generate
+
+
+if __name__ == "__main__":
+    launch.run(main)
