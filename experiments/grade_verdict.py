@@ -11,7 +11,8 @@ from eejax.calibration.prediction import DecodingTimes, DepthScore, GatePoint
 from eejax.experiments.grade_times import DRAFTS, GATE, LOOKUP, MeasuredSpeed
 
 TARGETS = (0.95, 0.97, 0.99)  # agreement
-WORTH = 1.05  # predicted speed from which on something else must be the reason
+WORTH = 1.05  # predicted speed from which on exits agree well enough, and something else fails
+WORTH_OF_HEADS = 1.1  # the same, where heads would cost nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _reason(
         )
     free = prediction.frontiers_of(scores, times.without_early_heads())
     fastest = prediction.fastest_point([p for ps in free.values() for p in ps], TARGETS[0])
-    if fastest is not None and fastest.speed >= WORTH:
+    if fastest is not None and fastest.speed >= WORTH_OF_HEADS:
         return "heads", (
             f"the head of an exit takes as long as {times.heads[-1] / times.layer:.1f} of "
             f"{n_layers} layers; with heads that cost nothing, decoding would be "
