@@ -107,12 +107,12 @@ def _reason(
     from eejax.calibration import prediction
 
     n_layers = scores.config.n_layers
-    tried = [m for m in measured if m.way != LOOKUP]
-    best = max(tried, key=lambda m: m.predicted, default=None)
-    if best is not None and best.predicted >= WORTH:
+    tried = [(m.predicted, m) for m in measured if m.predicted is not None]
+    promise, best = max(tried, key=lambda one: one[0], default=(0.0, None))
+    if best is not None and promise >= WORTH:
         way = "drafts" if best.way == DRAFTS else "exits"
         return "measured", (
-            f"{way} should decode {best.predicted:.2f} times as fast by the times of layers and "
+            f"{way} should decode {promise:.2f} times as fast by the times of layers and "
             f"heads, but whole texts took {best.speed:.2f} times ({best.low:.2f} to "
             f"{best.high:.2f}) the speed of the full model"
         )
