@@ -115,6 +115,7 @@ def main() -> None:
     }
     if _PEER.value:
         result |= against_transformers(model, generators[FULL], chosen, cores)
+        launch.say(json.dumps(result))  # in case a later part fails
     ends = model.tokenizer.end_ids
     greedy, differ = run(generators, chosen, ends, 0.0)
     result["greedy"] = {name: runs.summary() for name, runs in greedy.items()}
@@ -136,30 +137,37 @@ def main() -> None:
 def prompts(model) -> dict[str, list[list[int]]]:
     """Return token ids of the prompts by category.
 
-    Those of a category have one padded length, the one that most of its prompts have, because every
-    length is compiled.
+    Those of a category run the same compiled program, the one that most of its prompts have.
     """
     from eejax.data.chat import ChatTemplate, find
 
     template = ChatTemplate(*find(model.source, model.tokenizer))
-    by_length: dict[str, dict[int, list]] = {}
+    by_program: dict[str, dict[tuple[int, int], list]] = {}
     for category, text in questions():
         asked = template.render([{"role": "user", "content": text}])
         ids = model.tokenizer.encode_marked(asked).tolist()
         if len(ids) <= _LONGEST.value:
-            width = 1 << (len(ids) - 1).bit_length()
-            by_length.setdefault(category, {}).setdefault(width, []).append(ids)
-    named = _CATEGORIES.value or list(by_length)
-    if unknown := [name for name in named if name not in by_length]:
+            by_program.setdefault(category, {}).setdefault(program(ids), []).append(ids)
+    named = _CATEGORIES.value or list(by_program)
+    if unknown := [name for name in named if name not in by_program]:
         from eejax.common.errors import ConfigError
 
-        raise ConfigError(f"--categories = {unknown}: must be of {', '.join(by_length)}.")
+        raise ConfigError(f"--categories = {unknown}: must be of {', '.join(by_program)}.")
     rng = random.Random(0)
     return {
         name: rng.sample(most, min(_PROMPTS.value, len(most)))
         for name in named
-        for most in [max(by_length[name].values(), key=len)]
+        for most in [max(by_program[name].values(), key=len)]
     }
+
+
+def program(ids: Sequence[int]) -> tuple[int, int]:
+    """Return the lengths of prompt and cache that a generator's programs are compiled for."""
+    from eejax.inference import EngineOptions
+    from eejax.inference.generate import cache_length
+
+    width = 1 << max(len(ids) - 1, 15).bit_length()
+    return width, cache_length(max(width, len(ids) + _NEW.value), EngineOptions())
 
 
 def questions() -> list[tuple[str, str]]:
@@ -224,9 +232,8 @@ def run(
     found = {name: CategoryRuns.of(list(generators)) for name in chosen}
     for name, asked in chosen.items():
         for number, ids in enumerate(asked):
-            width = 1 << (len(ids) - 1).bit_length()
             for i in range(-1, _RUNS.value):
-                if i < 0 and width in compiled:
+                if i < 0 and program(ids) in compiled:
                     continue
                 order = list(generators) if i % 2 == 0 else list(reversed(generators))
                 results = {}
@@ -245,7 +252,7 @@ def run(
                         found[name].add(way, seconds, result)
                     want = results[FULL][1].ids(0)
                     differ += sum(unequal(want, r.ids(0)) for _, r in results.values())
-            compiled.add(width)
+            compiled.add(program(ids))
         kind = "greedy" if temperature == 0 else f"temperature {temperature}"
         launch.say(json.dumps({name: found[name].summary(), "kind": kind}))
     return found, differ
@@ -270,10 +277,9 @@ def against_transformers(model, full, chosen, threads: int) -> dict[str, Any]:
     ways: dict[str, Callable[[list[int]], list[int]]] = {"ours": ours, "theirs": theirs}
     compiled = set()
     for ids in (ids for asked in chosen.values() for ids in asked):
-        width = 1 << (len(ids) - 1).bit_length()
-        if width not in compiled:
+        if program(ids) not in compiled:
             ours(ids)
-        compiled.add(width)
+        compiled.add(program(ids))
         got = {}
         for way, generate in ways.items():
             time.sleep(0.3)  # torch's threads spin a while after their work

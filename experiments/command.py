@@ -19,6 +19,7 @@ COMMANDS = {
     "tune": ("tune_exits", "Tune early exits for a trained model, which stays as it is."),
     "calibrate": ("calibrate", "Train routers for a trained or imported model."),
     "evaluate": ("evaluate", "Measure loss, perplexity and bits per byte of every exit."),
+    "grade": ("grade", "Tell whether early exit pays for a model on this device."),
     "sweep": ("sweep", "Measure quality and speed of every gate at every threshold."),
     "score-tasks": ("score_tasks", "Score the tasks of lm-eval by every exit and threshold."),
     "generate": ("generate", "Generate text, each token in the color of its exit."),

@@ -22,6 +22,21 @@ def batches(run, tokens: int) -> Iterator[Mapping[str, np.ndarray]]:
     return itertools.chain.from_iterable(batches for _, batches in parts)
 
 
+def of_source(
+    source, tokenizer, folder: str, tokens: int, length: int, *, document_masks: bool = False
+) -> Iterator[Mapping[str, np.ndarray]]:
+    """Return batches of about `tokens` tokens of a source, spread evenly and packed in `folder`."""
+    from eejax import data
+    from eejax.train import inputs
+
+    packed = data.pack(source, tokenizer, folder, validation_fraction=0.0)
+    limit = max(1, tokens // (BATCH * length))
+    batches = data.batches(
+        packed.split("train"), BATCH, length, document_masks=document_masks, limit=limit
+    )
+    return (inputs.strip(batch, document_masks) for batch in batches)
+
+
 def padded(
     texts: Sequence[tuple[Sequence[int], int]], length: int
 ) -> Iterator[dict[str, np.ndarray]]:

@@ -67,21 +67,31 @@ def segment_runs(weights, config, widths: Sequence[int], length: int):
 def of_layers(params, config, widths: Sequence[int]):
     """Measure (`ForwardTimes` of one token; by width, the times of one that `width` rows take).
 
-    Layers count as equal: each has its share of all of them. An exit's time is that of its own
-    layers, its head, and the evaluation of the logits.
+    They are medians over runs in turns, beside a cache as long as the context.
+    """
+    from eejax.analysis import interleave
+    from eejax.inference.weights import prepare
+
+    length = config.context_length + max(widths)
+    runs, read = layer_runs(prepare(params, config), config, widths, length)
+    return read(np.median(interleave(runs, ROUNDS, time.perf_counter), 1))
+
+
+def layer_runs(weights, config, widths: Sequence[int], length: int):
+    """Return the runs to time by `analysis.interleave`, and a function of their seconds.
+
+    The function returns the times of `of_layers`, beside a cache of `length` positions, half of it
+    written. Layers count as equal: each has its share of all of them. An exit's time is that of its
+    own layers, its head, and the evaluation of the logits.
     """
     import jax.numpy as jnp
 
-    from eejax.analysis import interleave
     from eejax.experiments.latency import ForwardTimes
     from eejax.inference.segment import SegmentRunner
-    from eejax.inference.weights import prepare
     from eejax.models.cache import init_cache
 
     n, plain = config.n_exits + 1, config.replace(exits=())
-    weights = prepare(params, config)
-    length = config.context_length + max(widths)
-    start = jnp.full((1,), config.context_length // 2, jnp.int32)
+    start = jnp.full((1,), (length - max(widths)) // 2, jnp.int32)
 
     def through(weights, carry):
         whole = weights.replace(segments=(sum(weights.segments, ()),))
@@ -91,13 +101,17 @@ def of_layers(params, config, widths: Sequence[int]):
     kvs = init_cache(plain, 1, length, 1).segments[0]
     runs = [(through, (_rows(config, w), kvs, None)) for w in widths]
     blocks = init_cache(config, 1, length, n).blocks
-    loops = _loops(weights, runs + _heads(config, n, blocks, start))
-    seconds = np.median(interleave(loops, ROUNDS, time.perf_counter), 1) / STEPS
-    alone = float(seconds[0])
-    times = ForwardTimes((alone / config.n_layers,) * config.n_layers, tuple(seconds[-n:].tolist()))
-    # More rows are never faster, except by noise.
-    factors = np.maximum.accumulate(seconds[:-n] / alone).tolist()
-    return times, dict(zip(widths, factors, strict=True))
+
+    def read(seconds):
+        seconds = np.asarray(seconds) / STEPS
+        alone = float(seconds[0])
+        layers = (alone / config.n_layers,) * config.n_layers
+        times = ForwardTimes(layers, tuple(seconds[-n:].tolist()))
+        # More rows are never faster, except by noise.
+        factors = np.maximum.accumulate(seconds[:-n] / alone).tolist()
+        return times, dict(zip(widths, factors, strict=True))
+
+    return _loops(weights, runs + _heads(config, n, blocks, start)), read
 
 
 def _rows(config, width: int):

@@ -130,19 +130,15 @@ def main() -> None:
 def texts(run, folder: str):
     """Return batches of --text, packed in `folder`, or of the run's held-out text."""
     from eejax import data
-    from eejax.train import inputs
 
     if not _TEXT.value:
         return held_out.batches(run, _TOKENS.value)
     config = run.experiment.data
     source = data.source(_TEXT.value, text_field=config.text_field)
-    packed = data.pack(source, run.model.tokenizer, folder, validation_fraction=0.0)
-    masks, size = config.document_masks, held_out.BATCH
-    limit = max(1, _TOKENS.value // (size * config.length))
-    batches = data.batches(
-        packed.split("train"), size, config.length, document_masks=masks, limit=limit
+    masks = config.document_masks
+    return held_out.of_source(
+        source, run.model.tokenizer, folder, _TOKENS.value, config.length, document_masks=masks
     )
-    return (inputs.strip(batch, masks) for batch in batches)
 
 
 def gate_thresholds(scores, gate: str, active: list[int]) -> list[float]:

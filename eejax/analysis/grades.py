@@ -1,0 +1,107 @@
+"""Figures of a model's grade: exits by depth, frontiers of gates, and drafts by depth."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from eejax.analysis.plots import ACCENT, COLORS, INK, MARKERS, STYLE, figure_of
+
+Curve = tuple[Sequence[float], Sequence[float]]
+
+
+def exits_by_depth(
+    boundaries: Sequence[int],
+    agreement: Sequence[float],
+    losses: Sequence[float | None],
+    own: Sequence[int] = (),
+) -> Figure:
+    """Draw the agreement with the final exit, and the loss, of exits at every depth.
+
+    Args:
+      boundaries: layers below each exit, the final one last.
+      agreement: share of the tokens of each exit that are the final exit's.
+      losses: nats per token, None where there is none.
+      own: boundaries of the exits that the model has, which are marked.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = figure_of(10.0, 3.8)
+        left, right = figure.subplots(1, 2)
+        known = [(b, x) for b, x in zip(boundaries, losses, strict=True) if x is not None]
+        left.plot(boundaries, agreement, "o-", ms=4, color=COLORS[0], label="logit lens")
+        right.plot(*zip(*known, strict=True), "o-", ms=4, color=COLORS[0], label="logit lens")
+        for axes, values in ((left, agreement), (right, losses)):
+            marked = [
+                (b, x)
+                for b, x in zip(boundaries, values, strict=True)
+                if b in own and x is not None
+            ]
+            if marked:
+                x, y = zip(*marked, strict=True)
+                axes.plot(x, y, "D", ms=7, color=ACCENT, label="exit of the model")
+                axes.legend(loc="best")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.set(xlabel="layers below the exit")
+        left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        left.set(title="Tokens that are the final exit's", ylim=(0, 1.02))
+        right.set(title="Loss", ylabel="nats per token")
+    return figure
+
+
+def gate_speeds(
+    curves: Mapping[str, Curve],
+    targets: Sequence[float],
+    oracle: float | None = None,
+) -> Figure:
+    """Draw agreement against predicted speed of every gate.
+
+    Args:
+      curves: (speeds over the full model, agreements) by the name of a gate.
+      targets: agreements at which lines are drawn.
+      oracle: speed of a gate that is always right, or None.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = figure_of(7.0, 4.2)
+        axes = figure.subplots()
+        for i, (name, (speeds, agreements)) in enumerate(curves.items()):
+            color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+            axes.plot(speeds, agreements, color=color, marker=marker, ms=4, label=name)
+        for target in targets:
+            axes.axhline(target, color="gray", ls="--", lw=0.8)
+        if oracle is not None:
+            axes.plot([oracle], [1.0], "*", ms=12, color=ACCENT, label="oracle", clip_on=False)
+        axes.axvline(1.0, color=INK, lw=0.8)
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        axes.set(
+            title="Gates: agreement and predicted speed",
+            xlabel="speed over the full model (×)",
+            ylabel="tokens that are the full model's",
+        )
+        axes.legend(loc="best")
+    return figure
+
+
+def draft_speeds(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> Figure:
+    """Draw the predicted speed of lossless drafts by the depth of the exit that drafts.
+
+    Args:
+      curves: (boundaries, speeds over the full model) by name.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = figure_of(7.0, 3.8)
+        axes = figure.subplots()
+        for i, (name, (boundaries, speeds)) in enumerate(curves.items()):
+            color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+            axes.plot(boundaries, speeds, color=color, marker=marker, ms=4, label=name)
+        axes.axhline(1.0, color=INK, lw=0.8)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set(
+            title="Drafts: predicted speed, same text",
+            xlabel="layers below the exit that drafts",
+            ylabel="speed over the full model (×)",
+        )
+        axes.legend(loc="best")
+    return figure
