@@ -16,7 +16,10 @@ from eejax.common.errors import require, require_array
 from eejax.common.indexing import gather
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
-INITIAL_ACCEPTANCE = np.float32(0.6)  # assumed share of accepted drafts before any was made
+INITIAL_ACCEPTANCE = np.float32(0.5)
+INITIAL_TEXT_ACCEPTANCE = np.float32(0.6)
+"""Assumed share of accepted drafts before any was made, by an exit and from the text. Exits of
+large models are rarely right, and short texts have few tokens to make up for wrong drafts."""
 ACCEPTANCE_WEIGHT = np.float32(0.2)  # weight of one more draft in the running share
 ACCEPTANCE_RECOVERY = np.float32(0.005)
 """Growth of that share towards 1 for a token without drafts, so that drafts are tried again. If

@@ -20,6 +20,7 @@ from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import (
     IN_PLACE,
     INITIAL_ACCEPTANCE,
+    INITIAL_TEXT_ACCEPTANCE,
     PACKED,
     BatchPlan,
     SegmentBatch,
@@ -396,7 +397,9 @@ def blank(
         ),
         acceptance=own(jnp.full((slots,), INITIAL_ACCEPTANCE)),
         lookup_acceptance=(
-            own(jnp.full((slots, len(TEXT_DRAFTS)), INITIAL_ACCEPTANCE)) if options.lookup else None
+            own(jnp.full((slots, len(TEXT_DRAFTS)), INITIAL_TEXT_ACCEPTANCE))
+            if options.lookup
+            else None
         ),
         token=zero,
         position=zero,

@@ -16,7 +16,7 @@ from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.options import VERIFY_COSTS, verify_cost
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.schedule import INITIAL_ACCEPTANCE, update_acceptance
+from eejax.inference.schedule import INITIAL_TEXT_ACCEPTANCE, update_acceptance
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.state import TEXT_DRAFTS, RequestRows
 from eejax.kernels import call
@@ -133,7 +133,7 @@ def test_longer_matches_have_acceptances_of_their_own(model):
     asked = RequestRows.make(engine.config, [len(PROMPT)], [40], policy, SamplingParams.make(1))
     rows, _ = engine.prefill([PROMPT], asked)
     state, text = engine.insert(engine.start(), rows, [0]), list(PROMPT)
-    shares = np.full((1, len(TEXT_DRAFTS)), INITIAL_ACCEPTANCE)
+    shares = np.full((1, len(TEXT_DRAFTS)), INITIAL_TEXT_ACCEPTANCE)
     tried_ever = np.zeros_like(shares)
     for _ in range(60):
         state, record = engine.generate(state, 1)

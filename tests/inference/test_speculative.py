@@ -87,7 +87,7 @@ GEOMETRY = dict(
 @settings(max_examples=4)
 @given(data=st.data())
 def test_greedy_is_the_full_model(model, prompts, data):
-    check_greedy(*model, prompts, OPTIONS, REQUESTS, data)
+    check_greedy(*model, prompts, STEADY, REQUESTS, data)
 
 
 @pytest.mark.slow
@@ -265,11 +265,11 @@ def test_samples_are_the_full_models(model, prompts):
     for start in range(0, 9, REQUESTS):
         kwargs = {name: values[start : start + REQUESTS] for name, values in rules.items()}
         drafted, full = (
-            Generator.make(p, config, e).generate(asked, 40, **kwargs) for e in (OPTIONS, FULL)
+            Generator.make(p, config, e).generate(asked, 40, **kwargs) for e in (STEADY, FULL)
         )
         np.testing.assert_array_equal(drafted.tokens, full.tokens)
         np.testing.assert_allclose(drafted.logprobs, full.logprobs, atol=1e-4)
-        check_account(drafted, config.replace(exits=config.exits[1:]), OPTIONS)
+        check_account(drafted, config.replace(exits=config.exits[1:]), STEADY)
         accepted, tried = accepted + drafted.accepted.sum(), tried + drafted.drafted.sum()
     assert 0.1 < accepted / tried < 1
 
