@@ -177,17 +177,7 @@ def against_transformers(config, params, prompt, threads: int, device: str) -> d
         return full.generate([prompt], _NEW.value).ids(0)
 
     def theirs():
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=_NEW.value,
-                min_new_tokens=_NEW.value,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=0,
-            )
-        return out[0, len(prompt) :].tolist()
+        return peer_device.greedy(model, ids, _NEW.value)
 
     a, b = ours(), theirs()
     if a != b:

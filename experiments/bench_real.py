@@ -3,9 +3,9 @@
     eejax bench real --tuned=models/smollm2-exits --json
 
 The prompts are those of Spec-Bench (six categories) and HumanEval, read from $EEJAX_DATA, as the
-model's chat template puts them. Each is continued alone, greedily and with a temperature, by the
-engine "full" and by "speculative" in several ways, one after the other; whole calls are timed,
-prompt included. Models of all ways read the same arrays of layers.
+model's chat template puts them if it has one. Each is continued alone, greedily and with a
+temperature, by the engine "full" and by "speculative" in several ways, in turns; whole calls are
+timed, prompt included. Models of all ways read the same arrays of layers.
 
 Ways: `exit_and_text` is what `eejax.generate(draft_exit=N)` does with --tuned, the tuned model:
 its exit drafts, and the text where it repeats itself; `exit` and `text` are one of the two alone;
@@ -141,12 +141,16 @@ def prompts(model) -> dict[str, list[list[int]]]:
     """
     from eejax.data.chat import ChatTemplate, find
 
-    template = ChatTemplate(*find(model.source, model.tokenizer))
+    source = find(model.source, model.tokenizer)
+    longest = min(_LONGEST.value, model.config.context_length - _NEW.value)
     by_program: dict[str, dict[tuple[int, int], list]] = {}
     for category, text in questions():
-        asked = template.render([{"role": "user", "content": text}])
-        ids = model.tokenizer.encode_marked(asked).tolist()
-        if len(ids) <= _LONGEST.value:
+        if source is None:
+            ids = model.tokenizer.encode(text).tolist()
+        else:
+            asked = ChatTemplate(*source).render([{"role": "user", "content": text}])
+            ids = model.tokenizer.encode_marked(asked).tolist()
+        if len(ids) <= longest:
             by_program.setdefault(category, {}).setdefault(program(ids), []).append(ids)
     named = _CATEGORIES.value or list(by_program)
     if unknown := [name for name in named if name not in by_program]:
@@ -201,7 +205,8 @@ def generators_of(model) -> tuple[dict[str, Any], int]:
     from eejax.inference import EngineOptions, Generator
     from eejax.interop.api import LOOKUP
 
-    full = Generator.make(model.params, model.config, FULL)
+    params, config = {**model.params, "exits": {}}, model.config.replace(exits=())
+    full = Generator.make(params, config, FULL)
 
     def make(params, config, **options):
         made = Generator.make(params, config, EngineOptions("speculative", **options))
@@ -212,15 +217,13 @@ def generators_of(model) -> tuple[dict[str, Any], int]:
         tuned = eejax.load(_TUNED.value)
         boundary = min(tuned.config.exit_boundaries[:-1]) if boundary is None else boundary
         # Of one arrays' memory: the tuned model's own layers are equal, and are not kept.
-        params = {**model.params, "exits": tuned.params["exits"]}
+        own = {**params, "exits": tuned.params["exits"]}
         room = dict(draft_exit=boundary)
-        ways[BOTH] = make(params, tuned.config, lookup=LOOKUP, **room)
-        ways[EXIT] = make(params, tuned.config, **room)
-    params, config = with_exits(model.params, model.config, [0])
-    ways[TEXT] = make(params, config, draft_exit=0, drafts=0, lookup=LOOKUP)
-    boundary = model.config.n_layers // 8 if boundary is None else boundary
-    params, config = with_exits(model.params, model.config, [boundary])
-    ways[UNTUNED] = make(params, config, draft_exit=boundary)
+        ways[BOTH] = make(own, tuned.config, lookup=LOOKUP, **room)
+        ways[EXIT] = make(own, tuned.config, **room)
+    ways[TEXT] = make(*with_exits(params, config, [0]), draft_exit=0, drafts=0, lookup=LOOKUP)
+    boundary = config.n_layers // 8 if boundary is None else boundary
+    ways[UNTUNED] = make(*with_exits(params, config, [boundary]), draft_exit=boundary)
     return ways, boundary
 
 
@@ -235,7 +238,7 @@ def run(
             for i in range(-1, _RUNS.value):
                 if i < 0 and program(ids) in compiled:
                     continue
-                order = list(generators) if i % 2 == 0 else list(reversed(generators))
+                order = list(generators) if (number + i) % 2 == 0 else list(reversed(generators))
                 results = {}
                 for way in order:
                     begin = time.perf_counter()
@@ -316,18 +319,7 @@ def transformers_generate(model, threads: int) -> Callable[[list[int]], list[int
     peer.generation_config = transformers.GenerationConfig()
 
     def generate(ids: list[int]) -> list[int]:
-        asked = torch.tensor([ids], device=device)
-        with torch.inference_mode():
-            out = peer.generate(
-                asked,
-                attention_mask=torch.ones_like(asked),
-                max_new_tokens=_NEW.value,
-                min_new_tokens=_NEW.value,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=0,
-            )
-        return out[0, len(ids) :].tolist()
+        return peer_device.greedy(peer, torch.tensor([ids], device=device), _NEW.value)
 
     generate(list(range(8)))
     return generate

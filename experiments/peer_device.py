@@ -1,4 +1,4 @@
-"""Device of PyTorch when it is timed beside JAX: the kind of device that JAX is on."""
+"""PyTorch beside JAX: on the kind of device that JAX is on, and greedy texts of transformers."""
 
 from __future__ import annotations
 
@@ -35,6 +35,23 @@ def described(device: str) -> str:
     import torch
 
     return torch.cuda.get_device_name()
+
+
+def greedy(model, ids, new: int) -> list[int]:
+    """Return `new` tokens that a transformers model generates after ids [1, t], ends or not."""
+    import torch
+
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+        )
+    return out[0, ids.shape[1] :].tolist()
 
 
 def exact_products() -> contextlib.AbstractContextManager:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import matplotlib
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
@@ -66,9 +67,7 @@ def gate_speeds(
     with matplotlib.rc_context(STYLE):
         figure = figure_of(7.0, 4.2)
         axes = figure.subplots()
-        for i, (name, (speeds, agreements)) in enumerate(curves.items()):
-            color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-            axes.plot(speeds, agreements, color=color, marker=marker, ms=4, label=name)
+        _draw(axes, curves)
         for target in targets:
             axes.axhline(target, color="gray", ls="--", lw=0.8)
         if oracle is not None:
@@ -84,7 +83,7 @@ def gate_speeds(
     return figure
 
 
-def draft_speeds(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) -> Figure:
+def draft_speeds(curves: Mapping[str, Curve]) -> Figure:
     """Draw the predicted speed of lossless drafts by the depth of the exit that drafts.
 
     Args:
@@ -93,9 +92,7 @@ def draft_speeds(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) ->
     with matplotlib.rc_context(STYLE):
         figure = figure_of(7.0, 3.8)
         axes = figure.subplots()
-        for i, (name, (boundaries, speeds)) in enumerate(curves.items()):
-            color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
-            axes.plot(boundaries, speeds, color=color, marker=marker, ms=4, label=name)
+        _draw(axes, curves)
         axes.axhline(1.0, color=INK, lw=0.8)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(
@@ -105,3 +102,10 @@ def draft_speeds(curves: Mapping[str, tuple[Sequence[int], Sequence[float]]]) ->
         )
         axes.legend(loc="best")
     return figure
+
+
+def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
+    """Draw curves by name, each in a color and with a marker of its own."""
+    for i, (name, (x, y)) in enumerate(curves.items()):
+        color, marker = COLORS[i % len(COLORS)], MARKERS[i % len(MARKERS)]
+        axes.plot(x, y, color=color, marker=marker, ms=4, label=name)

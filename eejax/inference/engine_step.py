@@ -158,7 +158,7 @@ def engine_step(
     prompts: requests may bring prompts that have not run.
     """
     runner, begun, drafts = SegmentRunner(weights, config), state.position, state.max_drafts
-    if options.lookup > options.max_drafts:
+    if options.lookup > options.max_drafts:  # there is room for more rows than the exit drafts
         drafts = jnp.minimum(drafts, options.max_drafts)
     state = _advance_segments(runner, options, state, drafts, prompts)
     if prompts:

@@ -63,7 +63,8 @@ class ExitPolicy(struct.PyTreeNode):
         pass. That pass runs all layers either way.
       paused: [b] bool, no exit fires and none drafts (set by `AutoGenerator` and `Scheduler`).
       drafts: [b] int32, tokens that the first exit may draft past an undecided one, as far as
-        `EngineOptions.drafts` leaves room. Drafts change no text.
+        `EngineOptions.drafts` leaves room. With 0 the text drafts nothing either. Drafts change no
+        text.
     """
 
     gate: jax.Array

@@ -282,17 +282,18 @@ def _drafting(model: LanguageModel, boundary: int | None) -> Generator:
 
     boundary: of the exit that drafts; by default the lowest, or none if the model has no exits.
     """
-    alone = boundary is None and not model.config.exits
-    drafts = 0 if alone else None
+    text_alone = boundary is None and not model.config.exits
+    drafts = 0 if text_alone else None
     options = EngineOptions("speculative", draft_exit=boundary, lookup=LOOKUP, drafts=drafts)
     most = model.config.n_layers - 1
     if options not in model.cache:
         params, config = model.params, model.config
-        if boundary is not None or alone:
-            boundary = 0 if boundary is None else boundary
+        if boundary is not None:
             allowed = f"must be a number of layers in 0..{most}, below the last"
             require(boundary <= most, "draft_exit", boundary, allowed)
             params, config = with_exits(params, config, [boundary])
+        if text_alone:  # the engine runs drafts from below an exit: here from below all layers
+            params, config = with_exits(params, config, [0])
         model.cache[options] = Generator.make(params, config, options)
     return model.cache[options]
 

@@ -16,7 +16,11 @@ from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.options import VERIFY_COSTS, verify_cost
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.schedule import INITIAL_TEXT_ACCEPTANCE, update_acceptance
+from eejax.inference.schedule import (
+    INITIAL_ACCEPTANCE,
+    INITIAL_TEXT_ACCEPTANCE,
+    update_acceptance,
+)
 from eejax.inference.scheduler import Scheduler
 from eejax.inference.state import TEXT_DRAFTS, RequestRows
 from eejax.kernels import call
@@ -111,30 +115,31 @@ def test_repetitions_are_emitted_in_fewer_steps(model):
     assert (both.layers > 0).sum() < (alone.layers > 0).sum()
 
 
-def test_a_text_drafts_alone(model):
-    """The exit drafts nothing, so steps without a repetition run all layers for one token."""
+def test_a_text_drafts_alone_for_one_request(model):
     own = DRAFTING | dict(drafts=0)
     text = generator(model, **own).generate([PROMPT], 50)
-    both = generator(model, **DRAFTING).generate([PROMPT], 50)
-    np.testing.assert_array_equal(text.tokens, both.tokens)
-    assert 0 < text.accepted.sum() < both.drafted.sum()
-    assert (text.layers > 0).sum() + text.accepted.sum() == text.lengths[0]
+    full = Generator.make(model, CONFIG, "full").generate([PROMPT], 50)
+    np.testing.assert_array_equal(text.tokens, full.tokens)
+    assert text.accepted.any()
     several = generator(model, **own).generate([PROMPT, PROMPT[:9]], 12)
     assert not several.drafted.any()
     with pytest.raises(ConfigError, match="^drafts = 0: "):
         generator(model, drafts=0)
 
 
-def test_longer_matches_have_acceptances_of_their_own(model):
-    """Each length of match has the share that is counted on the host from emitted tokens."""
-    options = EngineOptions("speculative", adapt=False, **DRAFTING)
+@pytest.mark.parametrize("exit_drafts", [2, 0])
+def test_longer_matches_have_acceptances_of_their_own(model, exit_drafts):
+    """Each length of match has the share that is counted on the host from emitted tokens. The
+    exit's grows alone if it drafts nothing."""
+    own = DRAFTING | dict(drafts=exit_drafts)
+    options = EngineOptions("speculative", adapt=False, **own)
     engine = EarlyExitEngine.make(model, CONFIG, options, slots=1)
     policy = ExitPolicy.make(engine.config, 1, drafts=options.draft_rows)
     asked = RequestRows.make(engine.config, [len(PROMPT)], [40], policy, SamplingParams.make(1))
     rows, _ = engine.prefill([PROMPT], asked)
     state, text = engine.insert(engine.start(), rows, [0]), list(PROMPT)
     shares = np.full((1, len(TEXT_DRAFTS)), INITIAL_TEXT_ACCEPTANCE)
-    tried_ever = np.zeros_like(shares)
+    untried, tried_ever = np.array([INITIAL_ACCEPTANCE]), np.zeros_like(shares)
     for _ in range(60):
         state, record = engine.generate(state, 1)
         tokens = [t for t in np.asarray(record.token)[:, 0].tolist() if t >= 0]
@@ -149,10 +154,14 @@ def test_longer_matches_have_acceptances_of_their_own(model):
                 counts[:, 0, TEXT_DRAFTS.index(equal)] = min(right + 1, len(drafts)), right
         if tokens:
             shares = update_acceptance(np, shares, *counts)
+            untried = update_acceptance(np, untried, *np.zeros((2, 1), np.int32))
         tried_ever += counts[0]
         np.testing.assert_allclose(state.lookup_acceptance, shares, rtol=1e-5)
         text += tokens
-    assert (tried_ever > 0).all() and len(text) == len(PROMPT) + 40
+    assert np.allclose(state.acceptance, untried, rtol=1e-5) == (exit_drafts == 0)
+    assert len(text) == len(PROMPT) + 40
+    # Steps without drafts of the exit begin at other tokens, none of them behind a match of three.
+    assert (tried_ever[0] > 0).tolist() == [True, exit_drafts > 0, True]
 
 
 def test_stops_and_limits_end_a_text_within_a_draft(model):
