@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from eejax.calibration.prediction import recompute_seconds
 from eejax.common.errors import require
 from eejax.models.config import ModelConfig
 from eejax.pipeline.partition import Partition
@@ -116,22 +117,19 @@ def recompute(
 ) -> np.ndarray:
     """Return [n], the times at which one device with KV recomputation emits each token.
 
-    As with the engine "recompute" and one request, a token that enters a segment takes along all
-    tokens that wait below it, and the `cap`-th waiting token runs all layers.
+    See `calibration.prediction.recompute_seconds`.
 
     rows: returns the time of a number of rows through a layer, relative to one row. By default they
     take no longer than one, which holds while a layer's time is that of reading its weights
     (EE-LLM's batching effect).
     """
-    filled, now, emitted = [0] * (config.n_exits + 1), 0.0, []
-    for t, exit_ in enumerate(_check(trace, config, times)):
-        filled[0] = t
-        forced = t + 1 - filled[-1] >= cap
-        for e, (begin, end) in enumerate(config.segments):
-            if e > exit_ and not forced:
-                break
-            now += rows(t + 1 - filled[e]) * sum(times.layers[begin:end])
-            now += times.exits[e] if e <= exit_ else 0.0
-            filled[e] = t + 1
-        emitted.append(now)
-    return np.array(emitted)
+    exits = np.array([_check(trace, config, times)], np.int64)
+    seconds = recompute_seconds(
+        exits,
+        config,
+        times.layers,
+        times.exits,
+        factor=np.vectorize(rows, otypes=[np.float64]),
+        cap=cap,
+    )
+    return np.cumsum(seconds[0])

@@ -8,7 +8,7 @@ head that its gate reads.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -183,11 +183,11 @@ def oracle_depth(scores: ExitScores, times: DecodingTimes, cap: int = CAP) -> Or
     config = scores.config
     number = (scores.tokens == scores.tokens[-1]).argmax(0)
     depth = float(np.mean(np.asarray(config.exit_boundaries)[number]))
-    seconds = recompute_seconds(by_unit(scores, number), config, times, every_head=False, cap=cap)
+    seconds = _total_seconds(scores, times, number, every_head=False, cap=cap)
     return OracleDepth(
         depth,
         config.n_layers / depth if depth else float("inf"),
-        times.full(config.n_layers) * len(scores) / float(seconds.sum()),
+        times.full(config.n_layers) * len(scores) / seconds,
     )
 
 
@@ -204,38 +204,62 @@ def by_unit(scores: ExitScores, numbers: np.ndarray) -> np.ndarray:
 def recompute_seconds(
     trace: np.ndarray,
     config: ModelConfig,
-    times: DecodingTimes,
+    layers: Sequence[float],
+    heads: Sequence[float],
     *,
+    factor: Callable[[np.ndarray], np.ndarray],
+    step: float = 0.0,
     every_head: bool = True,
     cap: int = CAP,
 ) -> np.ndarray:
-    """Return [texts] seconds that the engine "recompute" takes for texts, one request at a time.
+    """Return [texts, t] seconds that each token takes with KV recomputation, in any unit.
 
-    A token that enters a segment takes along all tokens that wait below it, and the `cap`-th
-    waiting token runs all layers.
+    As with the engine "recompute" and one request, a token that enters a segment takes along all
+    tokens that wait below it, and the `cap`-th waiting token runs all layers.
 
     Args:
       trace: [texts, t] number of the exit that emits each token, -1 behind a text's end.
       config: the model; its exits have those numbers.
-      times: measured times.
+      layers: [L] seconds of a row through each layer.
+      heads: [E + 1] seconds of each exit, the final one last.
+      factor: returns the time of numbers of rows [texts] through a layer, over that of one row.
+      step: seconds of a step beside these.
       every_head: whether a token reads the head of every exit on its way (gates that need logits)
         or that of its own exit alone (routers).
       cap: maximum of waiting tokens.
     """
-    layers = [times.layer * (end - begin) for begin, end in config.segments]
-    filled = np.zeros((len(trace), len(layers)), np.int64)
-    seconds = np.zeros(len(trace))
+    below = [sum(layers[begin:end]) for begin, end in config.segments]
+    filled = np.zeros((len(trace), len(below)), np.int64)
+    seconds = np.zeros(trace.shape)
     for t, number in enumerate(trace.T):
         live = number >= 0
         forced = t + 1 - filled[:, -1] >= cap
-        for e, layer in enumerate(layers):
+        for e, layer in enumerate(below):
             runs = live & ((number >= e) | forced)
             reads = live & ((number >= e) if every_head else (number == e))
-            seconds += np.where(runs, times.factor(t + 1 - filled[:, e]) * layer, 0.0)
-            seconds += np.where(reads, times.heads[e], 0.0)
+            seconds[:, t] += np.where(runs, factor(t + 1 - filled[:, e]) * layer, 0.0)
+            seconds[:, t] += np.where(reads, heads[e], 0.0)
             filled[:, e] = np.where(runs, t + 1, filled[:, e])
-        seconds += np.where(live, times.step, 0.0)
+        seconds[:, t] += np.where(live, step, 0.0)
     return seconds
+
+
+def _total_seconds(
+    scores: ExitScores, times: DecodingTimes, number: np.ndarray, *, every_head: bool, cap: int
+) -> float:
+    """Return the seconds of all texts whose tokens leave by exits `number` [n]."""
+    config = scores.config
+    each = recompute_seconds(
+        by_unit(scores, number),
+        config,
+        (times.layer,) * config.n_layers,
+        times.heads,
+        factor=times.factor,
+        step=times.step,
+        every_head=every_head,
+        cap=cap,
+    )
+    return float(each.sum())
 
 
 def gate_point(
@@ -270,16 +294,14 @@ def _point(
     number = emitting_exits(scores, threshold, gate=gate)
     emitted = np.take_along_axis(scores.tokens, number[None], 0)[0]
     early = config.exit_boundaries[:-1]
-    seconds = recompute_seconds(
-        by_unit(scores, number), config, times, every_head=gate != "router", cap=cap
-    )
+    seconds = _total_seconds(scores, times, number, every_head=gate != "router", cap=cap)
     return GatePoint(
         gate,
         tuple(early),
         float(threshold),
         float(np.mean(emitted == scores.tokens[-1])),
         float(np.mean(np.asarray(config.exit_boundaries)[number])),
-        times.full(config.n_layers) * len(scores) / float(seconds.sum()),
+        times.full(config.n_layers) * len(scores) / seconds,
     )
 
 
