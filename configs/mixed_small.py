@@ -10,11 +10,11 @@ text at the exits, after 13 minutes on 2 cores.
 
 from ml_collections import ConfigDict
 
-from eejax.configs import quickstart
+from eejax.configs import demo
 
 
 def get_config() -> ConfigDict:
-    config = quickstart.get_config()
+    config = demo.get_config()
     exits = ({"boundary": 2}, {"boundary": 4})
     config.model.update(vocab_size=2048, n_layers=8, context_length=512, exits=exits)
     # Sequences as long as the context: prompts of all lengths are served.

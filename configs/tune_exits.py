@@ -1,9 +1,9 @@
 """Exits for a trained model, which itself stays as it is (EE-Tuning).
 
-    eejax tune --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
+    eejax tune --base=runs/demo --exits=2,5 --workdir=runs/tuned
 
 Model and text are those of the base; this file says how its new exits are trained. Expected, on
-the quickstart's model: 15 seconds of training on 2 cores; exits after layers 2 and 5 at about 2.9
+the demo's model: 15 seconds of training on 2 cores; exits after layers 2 and 5 at about 2.9
 and 2.5 bits per byte of held-out text, and exits 3, 8 and 12 as they were.
 """
 

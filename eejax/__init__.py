@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from eejax.interop.api import generate as generate
     from eejax.interop.api import grade as grade
     from eejax.interop.api import load as load
+    from eejax.interop.api import own_text as own_text
     from eejax.interop.api import tune as tune
 
 __version__ = "0.1.0"
 
-_HERE = ("LanguageModel", "calibrate", "generate", "grade", "load", "tune")
+_HERE = ("LanguageModel", "calibrate", "generate", "grade", "load", "own_text", "tune")
 
 
 def __getattr__(name: str):

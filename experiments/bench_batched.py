@@ -1,6 +1,6 @@
 """Continuous batching: `batched`, in which every request exits by itself, against `full`.
 
-    eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
+    eejax train --config=configs/demo_wide.py --workdir=runs/wide
     eejax bench batched --workdir=runs/wide --json
 
 Prompts of held-out text, greedy, float32, in interleaved pairs after warm-up; ratios are medians

@@ -1,6 +1,6 @@
 """Engines of one device on a trained model: speed, agreement, and the cost of each part.
 
-    eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
+    eejax train --config=configs/demo_wide.py --workdir=runs/wide
     eejax bench engines --workdir=runs/wide --json
 
 Prompts of held-out text, greedy, batch 1, float32, engines in interleaved pairs with `full` after

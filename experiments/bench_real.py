@@ -33,7 +33,7 @@ import numpy as np
 from absl import flags
 
 from eejax.experiments import launch, peer_device
-from eejax.experiments.decode_times import with_layers_of
+from eejax.experiments.decode_times import program, with_layers_of
 
 _MODEL = flags.DEFINE_string("model", "smollm2", "A model that `eejax.load` takes.")
 _TUNED = flags.DEFINE_string("tuned", None, "The same model with tuned exits, as `save` left it.")
@@ -114,7 +114,7 @@ def main() -> None:
         "new": _NEW.value,
     }
     if _PEER.value:
-        result |= against_transformers(model, generators[FULL], chosen, cores)
+        result |= against_transformers(generators[FULL], chosen, cores)
         launch.say(json.dumps(result))  # in case a later part fails
     ends = model.tokenizer.end_ids
     greedy, differ = run(generators, chosen, ends, 0.0)
@@ -151,7 +151,7 @@ def prompts(model) -> dict[str, list[list[int]]]:
             asked = ChatTemplate(*source).render([{"role": "user", "content": text}])
             ids = model.tokenizer.encode_marked(asked).tolist()
         if len(ids) <= longest:
-            by_program.setdefault(category, {}).setdefault(program(ids), []).append(ids)
+            by_program.setdefault(category, {}).setdefault(program(ids, _NEW.value), []).append(ids)
     named = _CATEGORIES.value or list(by_program)
     if unknown := [name for name in named if name not in by_program]:
         from eejax.common.errors import ConfigError
@@ -163,15 +163,6 @@ def prompts(model) -> dict[str, list[list[int]]]:
         for name in named
         for most in [max(by_program[name].values(), key=len)]
     }
-
-
-def program(ids: Sequence[int]) -> tuple[int, int]:
-    """Return the lengths of prompt and cache that a generator's programs are compiled for."""
-    from eejax.inference import EngineOptions
-    from eejax.inference.generate import cache_length
-
-    width = 1 << max(len(ids) - 1, 15).bit_length()
-    return width, cache_length(max(width, len(ids) + _NEW.value), EngineOptions())
 
 
 def questions() -> list[tuple[str, str]]:
@@ -236,7 +227,7 @@ def run(
     for name, asked in chosen.items():
         for number, ids in enumerate(asked):
             for i in range(-1, _RUNS.value):
-                if i < 0 and program(ids) in compiled:
+                if i < 0 and program(ids, _NEW.value) in compiled:
                     continue
                 order = list(generators) if (number + i) % 2 == 0 else list(reversed(generators))
                 results = {}
@@ -255,7 +246,7 @@ def run(
                         found[name].add(way, seconds, result)
                     want = results[FULL][1].ids(0)
                     differ += sum(unequal(want, r.ids(0)) for _, r in results.values())
-            compiled.add(program(ids))
+            compiled.add(program(ids, _NEW.value))
         kind = "greedy" if temperature == 0 else f"temperature {temperature}"
         launch.say(json.dumps({name: found[name].summary(), "kind": kind}))
     return found, differ
@@ -266,23 +257,28 @@ def unequal(want: Sequence[int], got: Sequence[int]) -> int:
     return sum(a != b for a, b in zip(want, got, strict=False)) + abs(len(want) - len(got))
 
 
-def against_transformers(model, full, chosen, threads: int) -> dict[str, Any]:
+def against_transformers(full, chosen, threads: int) -> dict[str, Any]:
     """Time whole greedy calls of "full" and of transformers' `generate` of the same file."""
     from eejax.analysis.pairs import total_ratio
+    from eejax.checkpoint.hf.packages import find
 
-    theirs = transformers_generate(model, threads)
+    path = find(_MODEL.value) or pathlib.Path(_MODEL.value)
+    peer = peer_device.generator_of_gguf(path, threads)
     seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
     differ = tokens = 0
 
     def ours(ids: list[int]) -> list[int]:
         return full.generate([ids], _NEW.value).ids(0)
 
+    def theirs(ids: list[int]) -> list[int]:
+        return peer(ids, _NEW.value)
+
     ways: dict[str, Callable[[list[int]], list[int]]] = {"ours": ours, "theirs": theirs}
     compiled = set()
     for ids in (ids for asked in chosen.values() for ids in asked):
-        if program(ids) not in compiled:
+        if program(ids, _NEW.value) not in compiled:
             ours(ids)
-        compiled.add(program(ids))
+        compiled.add(program(ids, _NEW.value))
         got = {}
         for way, generate in ways.items():
             time.sleep(0.3)  # torch's threads spin a while after their work
@@ -299,30 +295,6 @@ def against_transformers(model, full, chosen, threads: int) -> dict[str, Any]:
         "tokens_unlike_transformers": differ,
         "peer_device": peer_device.described(peer_device.torch_device()),
     }
-
-
-def transformers_generate(model, threads: int) -> Callable[[list[int]], list[int]]:
-    """Return transformers' greedy generation with the weights of the model's GGUF file."""
-    import torch
-    import transformers
-
-    from eejax.checkpoint.hf.packages import find
-
-    device = peer_device.torch_device()
-    torch.set_num_threads(threads)
-    transformers.logging.set_verbosity_error()
-    path = find(_MODEL.value) or pathlib.Path(_MODEL.value)
-    peer = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32
-    )
-    peer = peer.eval().to(device)
-    peer.generation_config = transformers.GenerationConfig()
-
-    def generate(ids: list[int]) -> list[int]:
-        return peer_device.greedy(peer, torch.tensor([ids], device=device), _NEW.value)
-
-    generate(list(range(8)))
-    return generate
 
 
 if __name__ == "__main__":

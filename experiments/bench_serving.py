@@ -1,6 +1,6 @@
 """Cost of the server: tokens a second through HTTP against the engine's own, and latency by load.
 
-    eejax train --config=configs/quickstart_wide.py --workdir=runs/wide
+    eejax train --config=configs/demo_wide.py --workdir=runs/wide
     eejax bench serving --workdir=runs/wide --json
 
 `http_over_engine`: --clients clients, each of which sends one request after the other, streamed,

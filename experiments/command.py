@@ -1,4 +1,4 @@
-"""Command `eejax`: `eejax train --config=quickstart ...` runs the launcher of that name.
+"""Command `eejax`: `eejax train --config=demo ...` runs the launcher of that name.
 
 Only the named launcher is imported, so `eejax --help` needs no JAX.
 """
@@ -14,7 +14,8 @@ from eejax.experiments import closed_output, interrupts
 
 # The module in eejax.experiments and its line of `eejax --help`, by command.
 COMMANDS = {
-    "quickstart": ("quickstart", "Train a small model in minutes and show what early exits save."),
+    "quickstart": ("quickstart", "Grade, tune and time a real model, and chat with it."),
+    "train-demo": ("train_demo", "Train a small model in minutes and show what early exits save."),
     "train": ("train", "Train an early-exit model, or resume a run."),
     "tune": ("tune_exits", "Tune early exits for a trained model, which stays as it is."),
     "calibrate": ("calibrate", "Train routers for a trained or imported model."),
@@ -22,6 +23,7 @@ COMMANDS = {
     "grade": ("grade", "Tell whether early exit pays for a model on this device."),
     "sweep": ("sweep", "Measure quality and speed of every gate at every threshold."),
     "score-tasks": ("score_tasks", "Score the tasks of lm-eval by every exit and threshold."),
+    "chat": ("chat", "Chat with a model, each token in the color of its exit."),
     "generate": ("generate", "Generate text, each token in the color of its exit."),
     "generate-batch": ("generate_batch", "Complete a file of prompts in batches."),
     "serve": ("serve", "Serve models behind OpenAI's interface."),
@@ -45,6 +47,7 @@ COMMANDS = {
     "bench pipeline": ("bench_pipeline", "Measure what early exits cost a pipeline."),
     "bench real": ("bench_real", "Time lossless decoding of a real model, by kind of prompt."),
     "bench routers": ("bench_routers", "Compare routers with those of tide-inference."),
+    "bench tasks": ("bench_tasks", "Score tasks of a real model at thresholds with a guarantee."),
     "bench serving": ("bench_serving", "Measure what the server costs, and latency by load."),
     "bench slots": ("bench_slots", "Measure what free slots of an engine cost."),
     "bench train": ("bench_train", "Time a training step against transformers."),

@@ -1,7 +1,7 @@
 """Measure loss, perplexity and bits per byte of every exit of a trained model.
 
-    eejax evaluate --workdir=runs/quickstart
-    eejax evaluate --workdir=runs/quickstart --text='books/*.txt'
+    eejax evaluate --workdir=runs/demo
+    eejax evaluate --workdir=runs/demo --text='books/*.txt'
 
 Without --text the text is the run's own validation split, all of it. The last line printed is one
 JSON object. Several processes (docs/SCALING.md) run each batch on all of their devices.

@@ -1,9 +1,9 @@
 """Generate text with a trained model, each token in the color of its exit.
 
-    eejax generate --workdir=runs/quickstart --prompt='def main(' --threshold=0.8
-    eejax generate --workdir=runs/quickstart --prompt_file=a.txt --engine=full
-    eejax generate --workdir=runs/quickstart --interactive --engine=auto
-    eejax generate --workdir=runs/quickstart --prompt='def main(' \\
+    eejax generate --workdir=runs/demo --prompt='def main(' --threshold=0.8
+    eejax generate --workdir=runs/demo --prompt_file=a.txt --engine=full
+    eejax generate --workdir=runs/demo --interactive --engine=auto
+    eejax generate --workdir=runs/demo --prompt='def main(' \\
         --engine=pipelined --mesh.pipe=2
 
 Without --prompt or --prompt_file the prompt is read from standard input. The text of one prompt is
@@ -24,18 +24,16 @@ sampling or seeds need no new program. Another number of prompts, --engine, --me
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 from absl import flags
 
 from eejax.common.axes import MESH_AXES
 from eejax.common.errors import ConfigError, DataError, require
-from eejax.experiments import field_flags, launch, prompt_files
+from eejax.experiments import field_flags, launch, prompt_files, terminal
 from eejax.inference import AutoGenerator, EngineOptions, Generator, PipelinedGenerator
 from eejax.inference.generate import GenerationParams
 from eejax.inference.options import USED_BY as ENGINES_WITH
@@ -108,25 +106,7 @@ def note_unused() -> None:
 def prompts() -> list[str]:
     files = [prompt_files.read("prompt_file", path) for path in _PROMPT_FILE.value]
     texts = [*_PROMPT.value, *files]
-    return texts or [from_standard_input(sys.stdin.read)]
-
-
-def from_standard_input(read: Callable[[], str]) -> str:
-    try:
-        return read()
-    except UnicodeDecodeError as error:
-        raise DataError(f"standard input: is not UTF-8 text ({error}): convert it.") from error
-
-
-def read_line() -> str | None:
-    """Return the next prompt; None where the input ends, or Ctrl-C ends it."""
-    typed = sys.stdin.isatty()
-    try:
-        return from_standard_input(lambda: input("> " if typed else ""))
-    except (EOFError, KeyboardInterrupt):
-        if typed:
-            print()
-        return None
+    return texts or [terminal.from_standard_input(sys.stdin.read)]
 
 
 def make_generator(model, mesh):
@@ -142,55 +122,14 @@ def make_generator(model, mesh):
     return make(params, config, options, mesh=mesh if mesh.size > 1 else None)
 
 
-class StreamPace:
-    """Tokens and seconds of one stream after its second result, when both programs have run."""
-
-    def __init__(self):
-        self.tokens, self.seconds, self._number, self._since = 0, 0.0, 0, (0.0, 0)
-
-    def add(self, result) -> None:
-        now = time.perf_counter(), int(result.lengths.sum())
-        if self._number == 1:
-            self._since = now
-        elif self._number > 1:
-            self.seconds, self.tokens = now[0] - self._since[0], now[1] - self._since[1]
-        self._number += 1
-
-
-def rate(paces: list[StreamPace]) -> float | None:
-    """Return tokens per second; None if there were too few to time."""
-    tokens = sum(pace.tokens for pace in paces)
-    return tokens / sum(pace.seconds for pace in paces) if tokens else None
-
-
-def per_second(value: float | None) -> str:
-    return "too few tokens to time" if value is None else f"{value:.1f} tokens/s"
-
-
-class Screen:
-    """Writer of a request's tokens as they arrive."""
-
-    def __init__(self, tokenizer, prompt: list[int], colors: bool):
-        self._text, self._shown, self._colors = tokenizer.stream(prompt), 0, colors
-
-    def show(self, result) -> None:
-        while self._shown < result.lengths[0]:
-            piece = self._text.push(int(result.tokens[0, self._shown]))
-            exit_ = result.exits[0, self._shown]
-            print(result.paint(piece, exit_) if self._colors else piece, end="")
-            self._shown += 1
-        sys.stdout.flush()
-
-    def end(self) -> None:
-        """Show the rest of the text, and end the line."""
-        print(self._text.flush())
-
-
 def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
     """Return (result, tokens per second) of a batch; a single text is shown as it grows."""
     ids = [tokenizer.encode(text).tolist() for text in texts]
-    waits()
-    screen, pace = Screen(tokenizer, ids[0], colors) if len(texts) == 1 else None, StreamPace()
+    terminal.waits()
+    screen, pace = (
+        terminal.Screen(tokenizer, ids[0], colors) if len(texts) == 1 else None,
+        terminal.StreamPace(),
+    )
     for number, result in enumerate(ask(ids)):
         pace.add(result)
         if screen:
@@ -202,37 +141,28 @@ def answer(ask: Callable, texts: list[str], tokenizer, colors: bool) -> tuple:
     for i in range(0 if screen else len(texts)):
         new = (result.colored if colors else result.text)(i, tokenizer.decode)
         print(f"--- prompt {i}: {result.finish[i]}\n{texts[i]}{new}")
-    speed = rate([pace])
+    speed = terminal.rate([pace])
     ended = f", ended by: {result.finish[0]}" if screen else ""
     print(f"\n{result.summary()}")
     if colors:
         print(f"colors: {result.legend()}")
-    print(f"{per_second(speed)} with engine {_ENGINE.value}{ended}")
+    print(f"{terminal.per_second(speed)} with engine {_ENGINE.value}{ended}")
     return result, speed
-
-
-def waits() -> None:
-    if sys.stderr.isatty():
-        launch.say("compiling ...")
 
 
 def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
     """Answer the lines of the input as they come; yield (prompt, result, pace) of each."""
-    if hasattr(sys.stdin, "reconfigure"):  # refuse only the lines that are not UTF-8
-        sys.stdin.reconfigure(errors="surrogateescape")
-    waits()
+    terminal.prepare_lines()
+    terminal.waits()
     next(ask([[0]]))  # check settings and compile both programs before the first prompt
     for _ in itertools.islice(ask([[0]], stop_token_ids=[], stop_strings=[]), 2):
         pass
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (lines can be edited and come back)
-        print("Ctrl-C ends an answer; at the prompt it ends the session, as Ctrl-D does.")
-    while (text := read_line()) is not None:
-        result, pace, stopped = None, StreamPace(), False
+    terminal.greet()
+    while (text := terminal.read_line()) is not None:
+        result, pace, stopped = None, terminal.StreamPace(), False
         try:
             ids = tokenizer.encode(text).tolist()
-            screen = Screen(tokenizer, ids, colors)
+            screen = terminal.Screen(tokenizer, ids, colors)
             for result in ask([ids]):
                 pace.add(result)
                 screen.show(result)
@@ -246,9 +176,9 @@ def converse(ask: Callable, tokenizer, colors: bool) -> Iterator[tuple]:
             continue
         screen.end()
         ended = "Ctrl-C" if stopped else result.finish[0]
+        speed = terminal.per_second(terminal.rate([pace]))
         print(
-            f"[{result.lengths[0]} tokens, {per_second(rate([pace]))}, ended by: {ended}; "
-            f"{result.legend(colors)}]",
+            f"[{result.lengths[0]} tokens, {speed}, ended by: {ended}; {result.legend(colors)}]",
             flush=True,
         )
         yield text, result, pace
@@ -314,7 +244,7 @@ def main() -> None:
     if _INTERACTIVE.value:
         answers = list(converse(ask, tokenizer, colors))
         requests = [in_numbers(text, result, 0, decode) for text, result, _ in answers]
-        speed = rate([pace for *_, pace in answers])
+        speed = terminal.rate([pace for *_, pace in answers])
     else:
         texts = prompts()
         result, speed = answer(ask, texts, tokenizer, colors)

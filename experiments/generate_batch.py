@@ -1,6 +1,6 @@
 """Complete many prompts with a trained model in batches; every token has its own exit.
 
-    eejax generate-batch --workdir=runs/quickstart --input=prompts.txt \\
+    eejax generate-batch --workdir=runs/demo --input=prompts.txt \\
         --output=texts.jsonl --threshold=0.5
 
 Every line of --input ("-": standard input) is a prompt, as plain text or as a JSON object:

@@ -1,7 +1,7 @@
 """Tell whether early exit pays for a model on this device, on one page.
 
     eejax grade smollm2
-    eejax grade runs/quickstart --out=grades/quickstart
+    eejax grade runs/demo --out=grades/demo
     eejax grade models/tinylm --tokenizer=bytes --text='texts/*.txt'
 
 MODEL is anything that `eejax.load` takes: a run's workdir, a Hugging Face folder, a GGUF file, or a
@@ -15,11 +15,8 @@ last line printed is one JSON object.
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 import tempfile
-from typing import Any
 
 from absl import flags
 
@@ -79,7 +76,7 @@ def main(names: list[str]) -> None:
             tokenizer=_TOKENIZER.value,
             say=launch.say,
         )
-    result, out = plain(dataclasses.asdict(found)), expanded(_OUT.value)
+    result, out = grading.as_json(found), expanded(_OUT.value)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "grade.json", json.dumps(result, indent=1))
     write_text(out / "grade.html", grade_page.page(found))
@@ -111,15 +108,6 @@ def text_of(name: str, model, folder: str) -> tuple[list, str]:
         source = data.source(names, max_bytes=limit)
     batches = held_out.of_source(source, model.tokenizer, folder, _TOKENS.value, length)
     return list(batches), ", ".join(names)
-
-
-def plain(value: Any) -> Any:
-    """Return a result as JSON takes it, with None for numbers that are not finite."""
-    if isinstance(value, dict):
-        return {k: plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def show(found) -> str:

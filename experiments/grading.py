@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -327,3 +329,16 @@ def facts(name: str, model: LanguageModel, own: tuple[int, ...]) -> ModelFacts:
         layer / read,
         head / read,
     )
+
+
+def as_json(found: ModelGrade) -> dict[str, Any]:
+    """Return a grade as JSON takes it, with None for numbers that are not finite."""
+    return _plain(dataclasses.asdict(found))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -9,6 +9,7 @@ import contextlib
 import os
 import pathlib
 import re
+import shutil
 import sys
 import traceback
 import types
@@ -178,6 +179,15 @@ def say(text: str) -> None:
     """Print a line of progress to standard error, above a bar if there is one."""
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()
+
+
+def shell_command() -> str:
+    """Return the command `eejax` of this environment, as a user would type it here."""
+    path = pathlib.Path(sys.executable).with_name("eejax")
+    if shutil.which("eejax") == str(path):
+        return "eejax"
+    here = pathlib.Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def numbers(flag: str, texts: list[str], kind: type = float) -> list:

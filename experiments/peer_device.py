@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
+from collections.abc import Callable
 
 from eejax.common.errors import ConfigError
 
@@ -52,6 +54,30 @@ def greedy(model, ids, new: int) -> list[int]:
             pad_token_id=0,
         )
     return out[0, ids.shape[1] :].tolist()
+
+
+def generator_of_gguf(path: pathlib.Path, threads: int) -> Callable[[list[int], int], list[int]]:
+    """Return transformers' greedy generation with the weights of a GGUF file, in float32.
+
+    It takes the token ids of a prompt and the number of tokens to return. Threads are PyTorch's.
+    """
+    import torch
+    import transformers
+
+    device = torch_device()
+    torch.set_num_threads(threads)
+    transformers.logging.set_verbosity_error()
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32
+    )
+    peer = peer.eval().to(device)
+    peer.generation_config = transformers.GenerationConfig()
+
+    def generate(ids: list[int], new: int) -> list[int]:
+        return greedy(peer, torch.tensor([ids], device=device), new)
+
+    generate(list(range(8)), 8)
+    return generate
 
 
 def exact_products() -> contextlib.AbstractContextManager:

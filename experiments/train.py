@@ -1,11 +1,11 @@
 """Train an early-exit language model, or resume the run in --workdir.
 
-    eejax train --config=configs/quickstart.py --config.train.steps=1000 \\
-        --workdir=runs/quickstart
+    eejax train --config=configs/demo.py --config.train.steps=1000 \\
+        --workdir=runs/demo
 
 A run that begins with the weights of a trained model (docs/PRETRAINED.md, "From a checkpoint"):
 
-    eejax train --config=configs/finetune.py --config.train.base=runs/quickstart \\
+    eejax train --config=configs/finetune.py --config.train.base=runs/demo \\
         --config.data.source='texts/*.txt' --workdir=runs/mine
 
 One of several processes, on several hosts that share the workdir (docs/SCALING.md):

@@ -1,6 +1,6 @@
 """Tune early exits for a trained model, which stays as it is (EE-Tuning).
 
-    eejax tune --base=runs/quickstart --exits=2,5 --workdir=runs/tuned
+    eejax tune --base=runs/demo --exits=2,5 --workdir=runs/tuned
 
 It is eejax train with train.base, tune.part = "exits" and tune.exits, on the base's own text. Only
 the layers below the deepest tuned exit are read and run, except with --config.loss.distillation=1,

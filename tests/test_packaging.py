@@ -234,5 +234,5 @@ def test_the_wheel_works_outside_of_a_clone(installed, small_run, tmp_path):
     train = ("--config=tiny", "--config.train.steps=2", "--config.data.max_bytes=100000")
     eejax("train", *train, "--workdir=run")
     assert (tmp_path / "run" / "config.json").is_file()
-    with pytest.raises(AssertionError, match="no such file. Give the path .* quickstart_wide"):
+    with pytest.raises(AssertionError, match="no such file. Give the path .* demo_wide"):
         eejax("train", "--config=none", "--workdir=run")

@@ -104,6 +104,48 @@ def draft_speeds(curves: Mapping[str, Curve]) -> Figure:
     return figure
 
 
+def tuned_exits(
+    boundaries: Sequence[int],
+    before: Sequence[float],
+    after: Sequence[float],
+    speeds: Mapping[str, tuple[float, float, float]],
+) -> Figure:
+    """Draw the agreement of exits before and after tuning, and speeds beside the full model.
+
+    Args:
+      boundaries: layers below each exit.
+      before: share of tokens that were the final exit's.
+      after: share of tokens that are.
+      speeds: (speed over the full model, lower and upper end of its interval) by name.
+    """
+    with matplotlib.rc_context(STYLE):
+        figure = figure_of(10.0, 3.8)
+        left, right = figure.subplots(1, 2)
+        for shift, values, label, color in (
+            (-0.2, before, "before tuning", COLORS[1]),
+            (0.2, after, "after", COLORS[0]),
+        ):
+            places = [i + shift for i in range(len(boundaries))]
+            bars = left.bar(places, values, 0.38, label=label, color=color)
+            left.bar_label(bars, [f"{v:.0%}" for v in values], fontsize=9, padding=2)
+        names = [f"exit after\nlayer {n}" for n in boundaries]
+        left.set_xticks(range(len(boundaries)), names)
+        left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+        left.set(title="Tokens that are the final exit's", ylim=(0, 1.02))
+        left.legend(loc="best")
+        for i, (speed, low, high) in enumerate(speeds.values()):
+            right.plot([low, high], [i, i], color=COLORS[0], lw=2)
+            right.plot([speed], [i], "o", color=COLORS[0])
+        right.axvline(1.0, color=INK, lw=0.8)
+        right.set_yticks(range(len(speeds)), list(speeds))
+        right.set(
+            title="Speed of whole answers",
+            xlabel="times the full model's (95 % interval)",
+            ylim=(-0.6, len(speeds) - 0.4),
+        )
+    return figure
+
+
 def _draw(axes: Axes, curves: Mapping[str, Curve]) -> None:
     """Draw curves by name, each in a color and with a marker of its own."""
     for i, (name, (x, y)) in enumerate(curves.items()):

@@ -120,8 +120,8 @@ class LanguageModel:
 
     def tune(
         self,
-        text: str | Sequence[str] | Source,
-        exits: Sequence[int],
+        text: str | Sequence[str] | Source | None = None,
+        exits: Sequence[int] | None = None,
         *,
         kind: ExitKind = "mlp",
         vocabulary: int | None = None,

@@ -199,7 +199,7 @@ def tune(
     )  # before the measurement, because it checks the arguments
     costs = measure(engine, prompts) if costs is None else costs
     found = best_plan(traces, costs, engine_sizes(engine), bound=bound)
-    own = {name: getattr(engine.plan, name) for name in ("draft_cost", "verify_cost")}
+    own = {name: getattr(engine.plan, name) for name in ("draft_cost", "verify_cost", "acceptance")}
     plan = found.plan.replace(**own)  # by which drafts adapt
     engine = dataclasses.replace(engine, plan=plan)
     return TunedEngine(engine, found.drafts, costs, found.simulated)

@@ -16,7 +16,6 @@ import numpy as np
 from eejax.common.errors import require, require_count
 from eejax.inference.schedule import (
     IN_PLACE,
-    INITIAL_ACCEPTANCE,
     PACKED,
     BatchPlan,
     SlotProgress,
@@ -254,7 +253,7 @@ class _Simulation:
         zeros = (np.zeros(slots, int) for _ in range(5))
         self.position, self.remaining, self.prompt_len, self.since, self.max_drafts = zeros
         self.holder = np.full(slots, -1)
-        self.acceptance = np.full(slots, INITIAL_ACCEPTANCE, np.float32)
+        self.acceptance = np.full(slots, plan.acceptance, np.float32)
         self.guessed: set[tuple[int, int]] = set()
         self.waiting = iter(range(len(traces)))
         self.emitted: list[list[float]] = [[] for _ in traces]
@@ -288,7 +287,7 @@ class _Simulation:
                 self.remaining[i] = len(trace.exits)
                 self.max_drafts[i] = min(trace.drafts, self.engine.drafts)
                 self.since[i], self.arrived[r] = self.clock, self.now
-                self.acceptance[i] = INITIAL_ACCEPTANCE
+                self.acceptance[i] = self.plan.acceptance
 
     def step(self) -> None:
         """Run an engine step, as `engine_step.engine_step`."""

@@ -40,6 +40,7 @@ def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> Bat
         patience=options.max_drafts if waits else 0,
         draft_cost=draft_cost(config, options),
         verify_cost=verify_cost(config, options, slots),
+        acceptance=config.exits[0].acceptance if config.exits else 0.5,
     )
 
 

@@ -20,7 +20,7 @@ from eejax.inference import sharded
 from eejax.inference.decoding import decode, default_plan
 from eejax.inference.engine_step import PROMPT_SPAN
 from eejax.inference.options import EngineOptions, engine_config, engine_options
-from eejax.inference.schedule import INITIAL_ACCEPTANCE, INITIAL_TEXT_ACCEPTANCE, BatchPlan
+from eejax.inference.schedule import INITIAL_TEXT_ACCEPTANCE, BatchPlan
 from eejax.inference.segment_branches import SPAN
 from eejax.inference.slot_engine import STEPS_PER_CALL, SlotEngineBase, check_slots
 from eejax.inference.state import DecodeRecord, EngineState, RequestRows, blank
@@ -76,7 +76,7 @@ def _insert_rows(state: EngineState, slots, new: PromptRows) -> EngineState:
     return state.replace(
         cache=state.cache.replace(filled=put(state.cache.filled, 0)),
         reach=put(state.reach, state.cache.filled.shape[1] - 1),
-        acceptance=put(state.acceptance, INITIAL_ACCEPTANCE),
+        acceptance=put(state.acceptance, state.plan.acceptance),
         lookup_acceptance=jax.tree.map(
             lambda a: put(a, INITIAL_TEXT_ACCEPTANCE), state.lookup_acceptance
         ),

@@ -35,8 +35,10 @@ from eejax.inference import lookup
 from eejax.inference.carry import changed_from, replace_from
 from eejax.inference.options import EngineOptions, drafts_at_once
 from eejax.inference.schedule import (
+    EXIT_RECOVERY,
     IN_PLACE,
     SKIP,
+    TEXT_RECOVERY,
     SegmentBatch,
     is_delayed,
     segment_demand,
@@ -109,7 +111,7 @@ def commit_tokens(state: EngineState) -> EngineState:
 
         drafted, some = by_order(pending.drafted), jnp.any(emits, -1)[:, None]
 
-        def shares(before, kinds):
+        def shares(before, kinds, recovery):
             of_kind = emits[:, None] & (
                 drafted[:, None] == np.array(kinds, np.int32)[None, :, None]
             )
@@ -117,12 +119,13 @@ def commit_tokens(state: EngineState) -> EngineState:
                 jnp.sum(which.astype(jnp.int32), -1)
                 for which in (of_kind, of_kind & accepted[:, None])
             )
-            return jnp.where(some, update_acceptance(jnp, before, tried, right), before)
+            after = update_acceptance(jnp, before, tried, right, recovery)
+            return jnp.where(some, after, before)
 
-        own = shares(state.acceptance[:, None], [EXIT_DRAFT])[:, 0]
+        own = shares(state.acceptance[:, None], [EXIT_DRAFT], EXIT_RECOVERY)[:, 0]
         state = state.replace(acceptance=own)
         if (before := state.lookup_acceptance) is not None:
-            state = state.replace(lookup_acceptance=shares(before, TEXT_DRAFTS))
+            state = state.replace(lookup_acceptance=shares(before, TEXT_DRAFTS, TEXT_RECOVERY))
     n = jnp.sum(emits.astype(jnp.int32), -1)
     prompt = state.prompt
     if state.keeps_text:

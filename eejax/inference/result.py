@@ -14,7 +14,13 @@ from eejax.inference.state import DecodeRecord
 from eejax.models.config import ModelConfig
 
 COLORS = (196, 208, 220, 118, 45, 63)  # xterm colors from the shallowest exit to deeper ones
+DRAFT_COLOR = 78  # of a draft that was right, which the final exit emits
 RESET = "\x1b[0m"
+
+
+def paint(text: str, color: int | None) -> str:
+    """Color text for a terminal; None leaves it plain."""
+    return f"\x1b[38;5;{color}m{text}{RESET}" if text and color is not None else text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,23 +103,37 @@ class GenerationResult:
             lines.append(f"  {accepted} of {drafted} drafts accepted ({accepted / drafted:.1%})")
         return "\n".join(lines)
 
-    def paint(self, text: str, exit_: int) -> str:
-        """Color `text` for a terminal by exit number; the final exit is plain."""
-        if not 0 <= exit_ < self.n_exits or not text:
-            return text
-        color = COLORS[exit_ * len(COLORS) // self.n_exits]
-        return f"\x1b[38;5;{color}m{text}{RESET}"
+    def color(self, i: int, j: int) -> int | None:
+        """Return the xterm color of request i's token j, by its exit or as a draft that was right.
+
+        None is plain: a token of the final exit that no draft had.
+        """
+        exit_ = self.exits[i, j]
+        if 0 <= exit_ < self.n_exits:
+            return self._exit_color(exit_)
+        return DRAFT_COLOR if self.accepted[i, j] else None
+
+    def _exit_color(self, exit_: int) -> int:
+        return COLORS[exit_ * len(COLORS) // self.n_exits]
 
     def legend(self, colors: bool = True) -> str:
         """Return one line that shows each exit's color and its tokens.
 
-        For example "exit 3: 12, exit 8: 4, final 12: 9". Without `colors` it is plain text.
+        For example "exit 3: 12, exit 8: 4, final 12: 9", or with drafts "final 12: 9, of which 4
+        were drafted". Without `colors` it is plain text.
         """
-        names = [f"exit {boundary}" for boundary in self.exit_boundaries[:-1]] + [
-            f"final {self.exit_boundaries[-1]}"
+        last = self.n_exits
+        parts = [
+            (f"exit {boundary}: {int((self.exits == e).sum())}", self._exit_color(e))
+            for e, boundary in enumerate(self.exit_boundaries[:-1])
+            if not self.drafted.any() or (self.exits == e).any()  # an exit that only drafts
         ]
-        counted = [f"{name}: {int((self.exits == e).sum())}" for e, name in enumerate(names)]
-        return ", ".join(self.paint(c, e) if colors else c for e, c in enumerate(counted))
+        shown = [paint(text, color) if colors else text for text, color in parts]
+        shown.append(f"final {self.exit_boundaries[-1]}: {int((self.exits == last).sum())}")
+        if self.drafted.any():
+            right = f"of which {int((self.accepted & (self.exits == last)).sum())} were drafted"
+            shown.append(paint(right, DRAFT_COLOR) if colors else right)
+        return ", ".join(shown)
 
     def text(self, i: int, decode_text: Decode) -> str:
         """Return request i's text as it continues its prompt.
@@ -135,9 +155,8 @@ class GenerationResult:
                 yield piece, j
 
     def colored(self, i: int, decode_text: Decode) -> str:
-        """Return request i's text for a terminal, each token in the color of its exit."""
-        parts = self.pieces(i, decode_text)
-        return "".join(self.paint(piece, self.exits[i, j]) for piece, j in parts)
+        """Return request i's text for a terminal, each token in its `color`."""
+        return "".join(paint(piece, self.color(i, j)) for piece, j in self.pieces(i, decode_text))
 
 
 class Collector:

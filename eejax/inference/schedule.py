@@ -16,14 +16,14 @@ from eejax.common.errors import require, require_array
 from eejax.common.indexing import gather
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
-INITIAL_ACCEPTANCE = np.float32(0.5)
 INITIAL_TEXT_ACCEPTANCE = np.float32(0.6)
-"""Assumed share of accepted drafts before any was made, by an exit and from the text. Exits of
-large models are rarely right, and short texts have few tokens to make up for wrong drafts."""
+"""Assumed share of accepted drafts from the text before any was made; for an exit see
+`ExitConfig.acceptance`. Short texts have few tokens to make up for wrong drafts."""
 ACCEPTANCE_WEIGHT = np.float32(0.2)  # weight of one more draft in the running share
-ACCEPTANCE_RECOVERY = np.float32(0.005)
-"""Growth of that share towards 1 for a token without drafts, so that drafts are tried again. If
-they are never accepted, one draft is wasted in some twenty tokens or more."""
+EXIT_RECOVERY, TEXT_RECOVERY = np.float32(0.002), np.float32(0.005)
+"""Growth of that share towards 1 for a step without drafts, so that drafts are tried again. If they
+are never accepted, one draft of an exit is wasted in some sixty tokens or more, and one from the
+text, which costs less, in some twenty."""
 
 
 class BatchPlan(struct.PyTreeNode):
@@ -43,6 +43,7 @@ class BatchPlan(struct.PyTreeNode):
         number of drafts adapts (`best_drafts`); 0 adapts none.
       verify_cost: [2] float32, what the pass that verifies drafts takes beyond a full step, over
         that step: for the first draft, and for each further one.
+      acceptance: [] float32, share of an exit's drafts that a new request expects to be right.
     """
 
     fill: Any
@@ -52,6 +53,7 @@ class BatchPlan(struct.PyTreeNode):
     span: Any
     draft_cost: Any
     verify_cost: Any
+    acceptance: Any
 
     @classmethod
     def make(
@@ -64,6 +66,7 @@ class BatchPlan(struct.PyTreeNode):
         seconds: tuple[Any, Any, Any] | None = None,
         draft_cost: float = 0.0,
         verify_cost: tuple[float, float] = (0.0, 0.0),
+        acceptance: float = 0.5,
     ) -> BatchPlan:
         """Check and complete a plan.
 
@@ -76,6 +79,7 @@ class BatchPlan(struct.PyTreeNode):
           seconds: (in_place, packed, span); by default in proportion to rows.
           draft_cost: see the attribute.
           verify_cost: see the attribute.
+          acceptance: see the attribute.
 
         Raises:
           ConfigError: for a wrong shape, a negative fill or patience, or seconds or a draft's cost
@@ -108,6 +112,7 @@ class BatchPlan(struct.PyTreeNode):
             **given,
             draft_cost=np.float32(draft_cost),
             verify_cost=np.asarray(verify_cost, np.float32),
+            acceptance=np.float32(acceptance),
         )
 
 
@@ -197,20 +202,23 @@ def best_drafts(
     return xp.where(cost + verify[0] > 0, best, allowed)
 
 
-def update_acceptance(xp: Any, acceptance: Any, tried: Any, accepted: Any) -> Any:
+def update_acceptance(
+    xp: Any, acceptance: Any, tried: Any, accepted: Any, recovery: np.float32 = EXIT_RECOVERY
+) -> Any:
     """Return [slots] float32, the share of accepted drafts after tokens were emitted.
 
     Args:
       acceptance: [slots] float32, the share before.
       tried: [slots] int32, drafts up to the first wrong one.
       accepted: [slots] int32, number of them that were right.
+      recovery: growth of the share where none was tried.
 
     Arrays may have further dimensions, for several kinds of drafts.
     """
     tried = tried.astype(np.float32)
     fresh = accepted.astype(np.float32) / xp.maximum(tried, np.float32(1))
     keep = (1 - ACCEPTANCE_WEIGHT) ** tried
-    revived = acceptance + ACCEPTANCE_RECOVERY * (1 - acceptance)
+    revived = acceptance + recovery * (1 - acceptance)
     return xp.where(tried > 0, keep * acceptance + (1 - keep) * fresh, revived)
 
 

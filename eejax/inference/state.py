@@ -19,7 +19,6 @@ from eejax.inference.policy import Emission, ExitInput, ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import (
     IN_PLACE,
-    INITIAL_ACCEPTANCE,
     INITIAL_TEXT_ACCEPTANCE,
     PACKED,
     BatchPlan,
@@ -395,7 +394,7 @@ def blank(
                 logits_params=options.logits_params,
             )
         ),
-        acceptance=own(jnp.full((slots,), INITIAL_ACCEPTANCE)),
+        acceptance=own(jnp.broadcast_to(jnp.float32(plan.acceptance), (slots,))),
         lookup_acceptance=(
             own(jnp.full((slots, len(TEXT_DRAFTS)), INITIAL_TEXT_ACCEPTANCE))
             if options.lookup

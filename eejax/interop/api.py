@@ -26,7 +26,7 @@ from eejax.train.evaluate import Evaluation, evaluate, of_all_tokens
 from eejax.train.inputs import strip
 from eejax.train.metrics import exit_names
 from eejax.train.step import make_eval_step
-from eejax.tuning import ExitKind, TuningOptions, tune_model
+from eejax.tuning import ExitKind, OwnText, TuningOptions, tune_model, write_own_text
 
 BATCH = 16
 LOOKUP = 7  # drafts from the text itself: with the row before them a bucket of 8 rows
@@ -83,10 +83,24 @@ def calibrate(
         )
 
 
+def own_text(
+    model: LanguageModel,
+    tokens: int = 20_000,
+    *,
+    seed: int = 0,
+    watch: Callable[[str], None] | None = print,
+) -> OwnText:
+    """Let the model write a text, which `tune`, `calibrate` and `grade` take as `text`.
+
+    Arguments and errors are those of `tuning.write_own_text`.
+    """
+    return write_own_text(model, tokens, seed=seed, watch=watch)
+
+
 def tune(
     model: LanguageModel,
-    text: str | Sequence[str] | Source,
-    exits: Sequence[int],
+    text: str | Sequence[str] | Source | None = None,
+    exits: Sequence[int] | None = None,
     *,
     kind: ExitKind = "mlp",
     vocabulary: int | None = None,
@@ -105,9 +119,11 @@ def tune(
     Source: EE-Tuning (Pan et al. 2024). The command `eejax tune` trains on many devices.
 
     Args:
-      text: files, globs, or any `data.Source`.
+      text: files, globs, or any `data.Source`; by default text that the model writes itself
+        (`own_text`), which takes a pass through the model for every token.
       exits: boundaries of the exits. Existing exits are trained further; new ones begin as copies
-        of the final norm and head.
+        of the final norm and head. By default one after a tenth of the layers, whose drafts are
+        cheap, and one after two thirds, which is more often right.
       kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
       vocabulary: number of tokens that a new exit knows, the first ones, so that its head is cheap;
         0 for all. By default they are nine tenths of the final exit's predictions on the text.
@@ -123,6 +139,9 @@ def tune(
       ConfigError: and others as `tuning.tune_model`.
     """
     chosen = TuningOptions(**options)
+    require_count("tokens", tokens)
+    exits = default_exits(model.config.n_layers) if exits is None else exits
+    text = own_text(model, tokens, watch=watch) if text is None else text
     with contextlib.ExitStack() as stack:
         batches = stack.enter_context(_batches(model, text, tokens, length))
         length = min(length, model.config.context_length)
@@ -140,6 +159,11 @@ def tune(
             about=about,
             watch=watch,
         )
+
+
+def default_exits(n_layers: int) -> tuple[int, ...]:
+    """Return the boundaries at which `tune` puts exits."""
+    return tuple(sorted({max(1, round(n_layers / 10)), max(1, round(2 * n_layers / 3))}))
 
 
 @contextlib.contextmanager
@@ -260,7 +284,7 @@ def generate(
             stacklevel=2,
         )
     drafts = draft_exit is not None or engine == "speculative"
-    generator = _drafting(model, draft_exit) if drafts else generator_of(model, engine)
+    generator = drafting_generator(model, draft_exit) if drafts else generator_of(model, engine)
     tokenizer = model.tokenizer
     ids = tokenizer.encode(prompt).tolist() if isinstance(prompt, str) else prompt
     options = {"stop_token_ids": tokenizer.end_ids, "decode_text": tokenizer.decode} | options
@@ -277,10 +301,14 @@ def generator_of(model: LanguageModel, engine: EngineOptions | str) -> Generator
     return model.cache[options]
 
 
-def _drafting(model: LanguageModel, boundary: int | None) -> Generator:
+def drafting_generator(model: LanguageModel, boundary: int | None = None) -> Generator:
     """Return the model's generator that drafts, prepared once.
 
-    boundary: of the exit that drafts; by default the lowest, or none if the model has no exits.
+    Args:
+      boundary: of the exit that drafts; by default the lowest, or none if the model has no exits.
+
+    Raises:
+      ConfigError: for a boundary that the model does not have.
     """
     text_alone = boundary is None and not model.config.exits
     drafts = 0 if text_alone else None

@@ -51,6 +51,8 @@ class ExitConfig:
       vocabulary: the exit knows the first so many token ids alone and gives no other token a
         probability (FR-Spec, Zhao et al. 2025); 0 for all. Merges of BPE number frequent tokens
         first. It makes a cheap draft, and its head cannot be trained on labels.
+      acceptance: share of its drafts that are expected to be right, by which an engine decides
+        whether to make the first ones; tuning sets it to what it measured.
     """
 
     boundary: int
@@ -61,6 +63,7 @@ class ExitConfig:
     temperature: float = 1.0
     router: int = 0
     vocabulary: int = 0
+    acceptance: float = 0.5
 
     def __post_init__(self):
         require(
@@ -84,6 +87,10 @@ class ExitConfig:
             self.vocabulary,
             "must be a positive number of token ids, or 0 for all",
         )
+        share = self.acceptance
+        real = isinstance(share, int | float) and not isinstance(share, bool)
+        allowed = "must be a share in [0, 1]"
+        require(real and 0 <= share <= 1, "ExitConfig.acceptance", share, allowed)
 
     @property
     def name(self) -> str:

@@ -366,7 +366,7 @@ class Experiment:
         if not any(f.name in model for f in fields if f.default is dataclasses.MISSING):
             raise ConfigError(
                 "config.model: missing. Name a configuration that has one "
-                "(--config=configs/quickstart.py) or a model to begin with "
+                "(--config=configs/demo.py) or a model to begin with "
                 "(--config.train.base=RUN, a folder or a name)."
             )
         built = {

@@ -1,5 +1,6 @@
 """Training of exits on the stored states of a model that stays as it is."""
 
+from eejax.tuning.own_text import OwnText, write_own_text
 from eejax.tuning.states import StoredStates
 from eejax.tuning.training import ExitQuality, TuningOptions
 from eejax.tuning.tuning import KINDS, ExitKind, Tuning, tune_model
@@ -8,8 +9,10 @@ __all__ = [
     "KINDS",
     "ExitKind",
     "ExitQuality",
+    "OwnText",
     "StoredStates",
     "Tuning",
     "TuningOptions",
     "tune_model",
+    "write_own_text",
 ]

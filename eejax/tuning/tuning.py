@@ -133,6 +133,13 @@ def tune_model(
     )
     found = train_exits(whole, has, kept, options, watch=say)
     params = whole | {"exits": whole["exits"] | found.exits}
+    share = {q.boundary: round(q.agreement, 3) for q in found.after}
+    has = has.replace(
+        exits=tuple(
+            dataclasses.replace(e, acceptance=share.get(e.boundary, e.acceptance))
+            for e in has.exits
+        )
+    )
     tuning = Tuning(found.before, found.after, found.tokens)
     return dataclasses.replace(model, config=has, params=params, tuning=tuning, calibration=None)
 

@@ -1,7 +1,7 @@
 """Thresholds with a guarantee on real text (CALM; Schuster et al. 2022, section 4).
 
-    eejax reproduce guarantee --workdir=runs/quickstart
-    eejax reproduce guarantee --workdir=runs/quickstart \\
+    eejax reproduce guarantee --workdir=runs/demo
+    eejax reproduce guarantee --workdir=runs/demo \\
         --text=prompts.jsonl --text_field=prompt
 
 The units are texts: windows of the run's held-out text, or the prompts in --text, cut to the
@@ -96,7 +96,7 @@ def finding(result: dict):
         f"divisions, at most {result['epsilon']:.0%} promised; mean depth "
         f"{result['depth']['mean']:.2f}, {result['hand_picked']['depth']['mean']:.2f} at a "
         f"threshold of {result['hand_picked']['threshold']:g} picked by hand",
-        f"{result['units']} texts, a model of this project's quickstart, 2 cores",
+        f"{result['units']} texts, a model of this project's demo, 2 cores",
         Verdict.HOLDS if result["kept"] else Verdict.FAILS,
         "" if result["kept"] else "The risk exceeds its bound more often than by chance.",
     )

@@ -1,7 +1,7 @@
 """EE-LLM's inference (Chen et al., ICML 2024: Figures 8 and 10, Tables 3 and 4) on a trained run.
 
     EEJAX_DATA=DATA XLA_FLAGS=--xla_force_host_platform_device_count=4 \\
-        eejax reproduce inference --workdir=runs/quickstart
+        eejax reproduce inference --workdir=runs/demo
 
 The paper generates with confidence thresholds from 1 down, by KV recomputation on one device and by
 a pipeline of stages, and draws tasks' scores over speed. This is the same for any run, and small.

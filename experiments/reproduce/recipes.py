@@ -3,7 +3,7 @@
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 \\
         eejax reproduce recipes --workdir=runs/recipes
 
-The quickstart's model and text, trained anew by each recipe and with the same seeds: as it is
+The demo's model and text, trained anew by each recipe and with the same seeds: as it is
 ("plain"); with LayerSkip's layer dropout and rotating exit curriculum (Elhoushi et al. 2024); with
 exits that learn half from labels and half from the final exit ("distillation"). Reported on
 held-out text, for every exit: bits per byte, and agreement, the share of positions where its most
@@ -45,11 +45,11 @@ HELD_OUT = 150_000  # tokens
 
 
 def experiment(recipe: str, seed: int, steps: int | None, packed: pathlib.Path, tiny: bool):
-    from eejax.configs import quickstart
+    from eejax.configs import demo
     from eejax.configs import tiny as small
     from eejax.train.config import Experiment
 
-    config = (small if tiny else quickstart).get_config()
+    config = (small if tiny else demo).get_config()
     for section, values in RECIPES[recipe].items():
         config[section].update(values)
     config.data.packed = str(packed)
@@ -151,7 +151,7 @@ def findings(rows: dict[str, dict]) -> list[dict]:
         "cost to the last layer.",
         "shown for Llama models; no value taken over",
         f"agreement with the final exit: {told}; final exit {more:+.1%} bits per byte",
-        "the quickstart's model and text, 2 cores",
+        "the demo's model and text, 2 cores",
         Verdict.HOLDS if holds else Verdict.FAILS,
         "" if holds else why,
     )

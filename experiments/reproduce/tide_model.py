@@ -28,7 +28,7 @@ def checkpoint(
 
 def trained(workdir: pathlib.Path, unseen: int) -> tuple[pathlib.Path, pathlib.Path]:
     """Return the run of a plain model of bytes, and its text; a stopped run is resumed."""
-    from eejax.configs import quickstart
+    from eejax.configs import demo
     from eejax.data import PythonStdlib
     from eejax.train.config import Experiment
     from eejax.train.loop import fit
@@ -40,7 +40,7 @@ def trained(workdir: pathlib.Path, unseen: int) -> tuple[pathlib.Path, pathlib.P
         whole = "".join(each.text for each in PythonStdlib(max_bytes=BYTES).documents())
         text.write_bytes(whole.encode())
         earlier.write_bytes(whole.encode()[:-unseen])
-    config = quickstart.get_config()
+    config = demo.get_config()
     config.model.update(exits=())
     config.exit_weights.update(weights=())
     config.data.update(source=str(earlier), length=256, validation_fraction=0.0)

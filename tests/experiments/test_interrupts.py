@@ -34,7 +34,7 @@ LAUNCHERS = {
     "calibrate": ("--base={folder}", "--workdir={folder}/new"),
     "tune": ("--base={folder}", "--exits=1", "--workdir={folder}/new"),
     "sweep": ("--workdir={folder}",),
-    "quickstart": ("--tiny", "--workdir={folder}/run"),
+    "train-demo": ("--tiny", "--workdir={folder}/run"),
 }
 
 

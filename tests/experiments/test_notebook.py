@@ -7,7 +7,7 @@ import nbclient
 import nbformat
 import pytest
 
-NAMES = ("quickstart", "exits_and_gates", "routers")
+NAMES = ("training", "exits_and_gates", "routers")
 
 
 def read(root, name):
@@ -41,8 +41,8 @@ def printed(notebook):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_quickstart_runs_and_shows_its_figures(repo_root, tmp_path, execute):
-    notebook = read(repo_root, "quickstart")
+def test_training_runs_and_shows_its_figures(repo_root, tmp_path, execute):
+    notebook = read(repo_root, "training")
     for large, small in (
         ('source="python-stdlib"', 'source="python-stdlib", max_bytes=300_000'),
         ("d_model=128", "d_model=32"),
@@ -114,7 +114,7 @@ def test_they_are_stored_without_outputs(repo_root, name):
 
 
 def test_without_a_source_it_says_what_to_set(repo_root, tmp_path, monkeypatch):
-    notebook = read(repo_root, "quickstart")
+    notebook = read(repo_root, "training")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("EEJAX_SOURCE", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

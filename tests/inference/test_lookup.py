@@ -17,8 +17,8 @@ from eejax.inference.options import VERIFY_COSTS, verify_cost
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.schedule import (
-    INITIAL_ACCEPTANCE,
     INITIAL_TEXT_ACCEPTANCE,
+    TEXT_RECOVERY,
     update_acceptance,
 )
 from eejax.inference.scheduler import Scheduler
@@ -139,7 +139,7 @@ def test_longer_matches_have_acceptances_of_their_own(model, exit_drafts):
     rows, _ = engine.prefill([PROMPT], asked)
     state, text = engine.insert(engine.start(), rows, [0]), list(PROMPT)
     shares = np.full((1, len(TEXT_DRAFTS)), INITIAL_TEXT_ACCEPTANCE)
-    untried, tried_ever = np.array([INITIAL_ACCEPTANCE]), np.zeros_like(shares)
+    untried, tried_ever = np.array([np.float32(0.5)]), np.zeros_like(shares)
     for _ in range(60):
         state, record = engine.generate(state, 1)
         tokens = [t for t in np.asarray(record.token)[:, 0].tolist() if t >= 0]
@@ -153,7 +153,7 @@ def test_longer_matches_have_acceptances_of_their_own(model, exit_drafts):
             if equal:
                 counts[:, 0, TEXT_DRAFTS.index(equal)] = min(right + 1, len(drafts)), right
         if tokens:
-            shares = update_acceptance(np, shares, *counts)
+            shares = update_acceptance(np, shares, *counts, TEXT_RECOVERY)
             untried = update_acceptance(np, untried, *np.zeros((2, 1), np.int32))
         tried_ever += counts[0]
         np.testing.assert_allclose(state.lookup_acceptance, shares, rtol=1e-5)

@@ -1,5 +1,7 @@
 """Gathering records into results: the same however they are cut, each token looked at once."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from eejax.inference.request import FinishReason
-from eejax.inference.result import Collector, string_end
+from eejax.inference.result import DRAFT_COLOR, Collector, string_end
 from eejax.inference.state import DecodeRecord
 from eejax.models.config import ExitConfig, ModelConfig
 
@@ -170,9 +172,18 @@ def test_colors_by_exit_and_their_legend():
         return bytes(ids).decode(errors="replace")
 
     result = collect(records([ids]), [1], [4])[-1]
+    none, all_ = np.zeros_like(result.drafted), np.ones_like(result.drafted)
+    result = dataclasses.replace(result, drafted=none, accepted=none)
     assert result.exits[0].tolist() == [1, 0, 1, 2]
     assert list(result.pieces(0, decode)) == [("a", 0), ("é", 2), ("b", 3)]
     red, green = (lambda text, c=c: f"\x1b[38;5;{c}m{text}\x1b[0m" for c in (196, 118))
     assert result.colored(0, decode) == green("a") + green("é") + "b"
     assert result.legend(colors=False) == "exit 1: 1, exit 4: 2, final 4: 1"
     assert result.legend() == f"{red('exit 1: 1')}, {green('exit 4: 2')}, final 4: 1"
+    # A draft that was right has a color where the final exit emitted it.
+    drafted = dataclasses.replace(result, drafted=all_, accepted=all_)
+    right = f"\x1b[38;5;{DRAFT_COLOR}m"
+    assert drafted.colored(0, decode) == green("a") + green("é") + f"{right}b\x1b[0m"
+    assert drafted.legend(False) == "exit 1: 1, exit 4: 2, final 4: 1, of which 1 were drafted"
+    last = dataclasses.replace(drafted, exits=np.full_like(result.exits, 2))
+    assert last.legend(False) == "final 4: 4, of which 4 were drafted"

@@ -202,5 +202,5 @@ def test_the_share_of_accepted_drafts_follows_what_was_tried(share, drafts):
     np.testing.assert_allclose(found, same, atol=1e-6)
     for new, n, accepted in zip(found, tried, right, strict=True):
         # A mean over drafts in which each of the last n has the weight of its share of them.
-        want = 0.8**n * share + (1 - 0.8**n) * accepted / n if n else share + 0.005 * (1 - share)
+        want = 0.8**n * share + (1 - 0.8**n) * accepted / n if n else share + 0.002 * (1 - share)
         assert abs(new - want) < 1e-6

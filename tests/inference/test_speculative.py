@@ -209,6 +209,8 @@ def test_the_last_row_of_a_pass_gets_no_draft_and_none_starts_behind_it(model, p
 
 def test_drafting_ends_where_it_does_not_pay(subset, prompts):
     p, config = subset((2,))
+    promising = dataclasses.replace(config.exits[0], acceptance=0.9)
+    config = config.replace(exits=(promising,))
     rng = np.random.default_rng(0)
     useless = jax.tree.map(
         lambda a: jnp.asarray(rng.standard_normal(a.shape), a.dtype), p["exits"]["exit_2"]
@@ -219,8 +221,9 @@ def test_drafting_ends_where_it_does_not_pay(subset, prompts):
         g = Generator.make(model, config, options)
         r = g.generate(asked, limit)
         assert r.ids(0) == Generator.make(model, config, "full").generate(asked, limit).ids(0)
-        if not pays:  # some steps still try
-            assert 0 < r.drafted[:, 40:].sum() < 0.2 * 80 * len(asked)
+        if not pays:  # the first steps try, and few after them
+            assert (r.drafted[:, :40].sum(1) > 0).all()
+            assert r.drafted[:, 40:].sum() < 0.05 * 80 * len(asked)
             assert r.layers.sum(1).max() < 1.25 * config.n_layers * limit
 
 

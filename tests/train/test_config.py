@@ -143,7 +143,7 @@ def test_what_is_no_field_is_named_with_what_is_close(path, message):
     assert str(error.value).startswith(message)
 
 
-@pytest.mark.parametrize("name", ["tiny", "quickstart", "gpt2_small_ee"])
+@pytest.mark.parametrize("name", ["tiny", "demo", "gpt2_small_ee"])
 def test_every_config_file_names_every_field(repo_root, name):
     config = runpy.run_path(str(repo_root / f"configs/{name}.py"))["get_config"]()
     for section, cls in SECTIONS.items():

@@ -1,4 +1,4 @@
-"""The whole quickstart on a tiny budget, and generation from the run it leaves."""
+"""The whole demo on a tiny budget, and generation from the run it leaves."""
 
 import io
 import json
@@ -23,29 +23,29 @@ def launch(name, *arguments):
 
 
 @pytest.fixture(scope="module")
-def quickstart(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("quickstart")
-    code, out, err = launch("quickstart", "--tiny", "--json", f"--workdir={workdir}")
+def demo(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("demo")
+    code, out, err = launch("train_demo", "--tiny", "--json", f"--workdir={workdir}")
     assert code == 0, err
     return workdir, out
 
 
 @pytest.fixture
-def generate(quickstart, capsys, monkeypatch):
+def generate(demo, capsys, monkeypatch):
     """Runs `eejax generate` in this process: (its requests, what it printed)."""
 
     def run(*arguments, text=""):
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
         capsys.readouterr()
-        call("eejax.experiments.generate", f"--workdir={quickstart[0]}", *ASKED, *arguments)
+        call("eejax.experiments.generate", f"--workdir={demo[0]}", *ASKED, *arguments)
         out = capsys.readouterr().out
         return json.loads(out.splitlines()[-1])["requests"], out
 
     return run
 
 
-def test_it_leaves_what_it_promises(quickstart):
-    workdir, out = quickstart
+def test_it_leaves_what_it_promises(demo):
+    workdir, out = demo
     for name in ("loss.png", "quality_speed.png", "exits.png"):
         assert imread(workdir / name).std() > 0.02
         assert str(workdir / name) in out
@@ -53,8 +53,8 @@ def test_it_leaves_what_it_promises(quickstart):
     assert (workdir / "sample.txt").read_text().strip()
 
 
-def test_its_summary_is_consistent(quickstart):
-    workdir, out = quickstart
+def test_its_summary_is_consistent(demo):
+    workdir, out = demo
     summary = json.loads((workdir / "summary.json").read_text())
     printed = json.loads(out.splitlines()[-1])
     assert printed["bits_per_byte"] == summary["bits_per_byte"]
@@ -70,10 +70,10 @@ def test_its_summary_is_consistent(quickstart):
         assert 1 <= m["executed_layers"] <= 4 and sum(m["shares"]) == pytest.approx(1)
 
 
-def test_a_second_run_only_measures(quickstart):
-    workdir, _ = quickstart
+def test_a_second_run_only_measures(demo):
+    workdir, _ = demo
     steps = (workdir / "metrics.jsonl").read_text()
-    code, out, err = launch("quickstart", "--tiny", f"--workdir={workdir}")
+    code, out, err = launch("train_demo", "--tiny", f"--workdir={workdir}")
     assert code == 0 and "resuming after step 30" in err
     assert steps.splitlines()[0] in (workdir / "metrics.jsonl").read_text()
 
@@ -120,7 +120,7 @@ def test_batch_from_file_and_standard_input_with_sampling(generate, tmp_path):
 
 
 @pytest.mark.slow
-def test_processes_of_their_own_do_the_same(generate, quickstart, repo_root, one_device):
+def test_processes_of_their_own_do_the_same(generate, demo, repo_root, one_device):
     def start(name, *arguments, text=None):
         return subprocess.run(
             [sys.executable, "-m", f"eejax.experiments.{name}", *arguments],
@@ -132,8 +132,8 @@ def test_processes_of_their_own_do_the_same(generate, quickstart, repo_root, one
             env=os.environ | {"XLA_FLAGS": one_device, "COLUMNS": "100"},
         )
 
-    workdir = f"--workdir={quickstart[0]}"
-    again = start("quickstart", "--tiny", workdir)
+    workdir = f"--workdir={demo[0]}"
+    again = start("train_demo", "--tiny", workdir)
     assert again.returncode == 0 and "resuming after step 30" in again.stderr
     here, _ = generate(*SAMPLED, text="x = ")
     done = start("generate", workdir, *ASKED, *SAMPLED, text="x = ")

@@ -1,6 +1,6 @@
 """A byte-level early-exit model of 12 layers, trained on the standard library in a few minutes.
 
-    eejax train --config=configs/quickstart.py --workdir=runs/quickstart
+    eejax train --config=configs/demo.py --workdir=runs/demo
 
 Wide enough that skipping layers saves memory traffic and not only instructions. Expected: a few
 minutes on 2 cores; about 2.6, 2.4 and 2.3 bits per byte of held-out text at the exits after layers

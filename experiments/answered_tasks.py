@@ -1,0 +1,202 @@
+"""Tasks that a model answers in its own words, and the scores of its answers.
+
+They are those of EE-LLM's Figure 8 and more: BoolQ, TruthfulQA, NaturalQuestions closed-book,
+GSM8K, LAMBADA, HumanEval and CNN/DailyMail. Questions go through the model's chat template if it
+has one; LAMBADA and HumanEval are texts that the model continues.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from eejax.common.errors import DataError
+from eejax.experiments.reproduce.inference_tasks import MIXED, metrics
+
+SECONDS = 10  # that a program of an answer may run
+MEMORY = 2 << 30  # bytes that it may take
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+WORDS = re.compile(r"\w+")
+
+
+class TaskRecord(NamedTuple):
+    """A question and how its answer is scored.
+
+    Attributes:
+      text: what the model is given.
+      score: returns a score in [0, 1] for an answer.
+    """
+
+    text: str
+    score: Callable[[str], float]
+
+
+@dataclasses.dataclass(frozen=True)
+class AnsweredTask:
+    """A task.
+
+    Attributes:
+      title: its name.
+      metric: what the score is.
+      file: file of its records in the folder of data sets, without .jsonl.
+      new: most tokens of an answer.
+      record: makes a record of a line, None for a line of another task.
+      continues: whether the text is continued, and not a user's message.
+      ends: texts that end an answer.
+    """
+
+    title: str
+    metric: str
+    file: str
+    new: int
+    record: Callable[[Mapping[str, Any]], TaskRecord | None]
+    continues: bool = False
+    ends: tuple[str, ...] = ()
+
+
+def read(task: AnsweredTask, limit: int) -> list[TaskRecord]:
+    """Return the first records of a task, from the folder $EEJAX_DATA.
+
+    Raises:
+      DataError: without the folder or the file.
+    """
+    folder = os.environ.get("EEJAX_DATA")
+    if not folder:
+        raise DataError("EEJAX_DATA is not set: name the folder of data sets.")
+    path = pathlib.Path(folder, f"{task.file}.jsonl")
+    if not path.is_file():
+        raise DataError(f"{path} does not exist: EEJAX_DATA must be a folder that holds it.")
+    found: list[TaskRecord] = []
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if (record := task.record(json.loads(line))) is not None:
+                found.append(record)
+            if len(found) == limit:
+                break
+    return found
+
+
+def boolq(row: Mapping[str, Any]) -> TaskRecord:
+    gold = row["choices"][row["gold"]].strip().lower()
+    text = row["query"].removesuffix("Answer:").strip()
+    return TaskRecord(
+        f"{text}\nAnswer with yes or no.", lambda answer: float(_words(answer)[:1] == [gold])
+    )
+
+
+def truthfulqa(row: Mapping[str, Any]) -> TaskRecord:
+    """Score whether an answer is nearer to a correct one than to every incorrect one (ROUGE-L)."""
+    rouge = metrics()["ROUGE-L"]
+
+    def nearer(answer: str) -> float:
+        best = [
+            max((rouge(answer, one) for one in row[f"{kind}_answers"]), default=0.0)
+            for kind in ("correct", "incorrect")
+        ]
+        return float(best[0] > best[1])
+
+    return TaskRecord(f"{row['question']} Answer in one sentence.", nearer)
+
+
+def nq_open(row: Mapping[str, Any]) -> TaskRecord:
+    f1 = metrics()["F1"]
+    asked = f"{row['question']}? Answer in a few words."
+    return TaskRecord(asked, lambda answer: max(f1(answer, one) for one in row["answer"]))
+
+
+def gsm8k(row: Mapping[str, Any]) -> TaskRecord:
+    gold = float(row["answer"].rpartition("####")[2].replace(",", ""))
+
+    def right(answer: str) -> float:
+        found = NUMBER.findall(answer)
+        return float(bool(found) and float(found[-1].replace(",", "")) == gold)
+
+    return TaskRecord(f"{row['question']}\nThink step by step and end with the number.", right)
+
+
+def lambada(row: Mapping[str, Any]) -> TaskRecord:
+    gold = _words(row["continuation"])
+    return TaskRecord(row["context"], lambda answer: float(_words(answer)[: len(gold)] == gold))
+
+
+def humaneval(row: Mapping[str, Any]) -> TaskRecord:
+    check = f"{row['test']}\ncheck({row['entry_point']})\n"
+    return TaskRecord(
+        row["prompt"], lambda answer: float(passes(f"{row['prompt']}{answer}\n\n{check}"))
+    )
+
+
+def summarization(row: Mapping[str, Any]) -> TaskRecord | None:
+    if row["task"] != "summarization":
+        return None
+    rouge = metrics()["ROUGE-L"]
+    return TaskRecord(
+        row["prompt"], lambda answer: max(rouge(answer, one) for one in row["references"])
+    )
+
+
+def passes(program: str) -> bool:
+    """Return whether a program ends without an error.
+
+    It runs in a process of its own, in which time, memory and the size of files are limited. This
+    is no sandbox: run answers of models that you trust, or in a container.
+    """
+    limited = (
+        "import resource\n"
+        f"resource.setrlimit(resource.RLIMIT_AS, ({MEMORY}, {MEMORY}))\n"
+        f"resource.setrlimit(resource.RLIMIT_CPU, ({SECONDS}, {SECONDS}))\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", limited + program],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            timeout=2 * SECONDS,
+            cwd=os.path.abspath(os.sep),
+            env={},
+        )
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def _words(text: str) -> list[str]:
+    return WORDS.findall(text.lower())
+
+
+CODE_ENDS = ("\ndef ", "\nclass ", "\nif __name__", "\nprint(", "\nassert ", "\n#", "\n```")
+TASKS: Mapping[str, AnsweredTask] = {
+    "boolq": AnsweredTask("BoolQ", "accuracy", "boolq/val", 8, boolq),
+    "truthfulqa": AnsweredTask(
+        "TruthfulQA", "ROUGE-L accuracy", "truthfulqa/truthfulqa", 48, truthfulqa
+    ),
+    "nq_open": AnsweredTask("NaturalQuestions closed-book", "F1", "nq_open/dev", 24, nq_open),
+    "gsm8k": AnsweredTask("GSM8K", "accuracy", "gsm8k/test", 160, gsm8k),
+    "lambada": AnsweredTask(
+        "LAMBADA", "accuracy", "lambada/lambada_openai", 6, lambada, continues=True
+    ),
+    "humaneval": AnsweredTask(
+        "HumanEval", "pass@1", "humaneval/humaneval", 160, humaneval, True, CODE_ENDS
+    ),
+    "summarization": AnsweredTask(
+        "CNN/DailyMail", "ROUGE-L", MIXED.removesuffix(".jsonl"), 80, summarization
+    ),
+}
+
+
+def prompt_ids(task: AnsweredTask, record: TaskRecord, model, template) -> Sequence[int]:
+    """Return a record's token ids; `template` is the model's `ChatTemplate`, or None."""
+    tokenizer = model.tokenizer
+    if task.continues or template is None:
+        return tokenizer.encode(record.text).tolist()
+    asked = template.render([{"role": "user", "content": record.text}])
+    return tokenizer.encode_marked(asked).tolist()

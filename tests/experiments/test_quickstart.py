@@ -1,0 +1,65 @@
+"""The quickstart on a tiny model: what it leaves, that it continues, and what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from endings import ended
+from matplotlib.image import imread
+from tiny_chat import tiny_chat
+
+import eejax
+
+COMMAND = "eejax.experiments.quickstart"
+SMALL = ("--tokens=2048", "--passes=1", "--new=12", "--rounds=2", "--nopeer", "--json")
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("quickstart")
+    tiny_chat().save(folder / "tiny")
+
+    def run(*flags):
+        own = (f"--model={folder / 'tiny'}", f"--workdir={folder / 'run'}")
+        return ended(COMMAND, *own, *SMALL, *flags)
+
+    done = run()
+    assert done.status == 0, done.err
+    return folder / "run", done, run
+
+
+def test_it_leaves_what_it_promises(quickstart):
+    workdir, done, _ = quickstart
+    assert imread(workdir / "quickstart.png").std() > 0.02
+    for name in ("grade.html", "quickstart.png", "chat.txt"):
+        assert (workdir / name).is_file() and str(workdir / name) in done.out
+    assert f"chat {workdir / 'model'}" in done.out
+    model = eejax.load(workdir / "model")
+    assert [e.boundary for e in model.config.exits] == [1, 3]
+
+
+def test_its_summary_is_consistent(quickstart):
+    workdir, done, _ = quickstart
+    summary = json.loads(done.out.splitlines()[-1])
+    assert summary == json.loads((workdir / "summary.json").read_text())
+    assert summary["tokens_differ"] == 0 and set(summary["ways"]) == {"full", "drafts", "exits"}
+    assert summary["ways"]["full"]["speed"] == summary["ways"]["drafts"]["same"] == 1
+    for way in summary["ways"].values():
+        assert way["low"] <= way["speed"] <= way["high"] and 0 <= way["same"] <= 1
+    grade = json.loads((workdir / "grade.json").read_text())
+    assert summary["verdict"] == grade["verdict"]["sentence"] in done.out
+    assert [d["boundary"] for d in grade["depths"]] == [1, 2, 3, 4]
+    assert "all tokens are the full model's" in done.out
+
+
+def test_a_second_run_only_measures(quickstart):
+    workdir, _, run = quickstart
+    kept = [workdir / name for name in ("text.jsonl", "grade.json", "tuning.json")]
+    before = [path.stat().st_mtime_ns for path in kept]
+    again = run()
+    assert again.status == 0, again.err
+    assert [path.stat().st_mtime_ns for path in kept] == before
+    assert "the model wrote" not in again.out
+    other = run("--tokens=512")
+    assert other.status == 1 and "of other settings: tokens = 512, there 2048" in other.err
