@@ -219,7 +219,7 @@ def generators_of(model, safe: Sequence[SafeThreshold]) -> dict[str, tuple[Any, 
     return ways
 
 
-def answered(model, generators: Mapping[str, tuple[Any, dict]], name: str) -> dict[str, Any]:
+def answered(model, generators: dict[str, tuple[Any, dict]], name: str) -> dict[str, Any]:
     """Answer a task's records in every way: scores, seconds and speeds by way."""
     from eejax.analysis.intervals import mean_interval
     from eejax.analysis.pairs import total_ratio

@@ -116,11 +116,13 @@ def tuned_exits(
       boundaries: layers below each exit.
       before: share of tokens that were the final exit's.
       after: share of tokens that are.
-      speeds: (speed over the full model, lower and upper end of its interval) by name.
+      speeds: (speed over the full model, lower and upper end of its interval) by name; without
+        any, agreement alone is drawn.
     """
     with matplotlib.rc_context(STYLE):
-        figure = figure_of(10.0, 3.8)
-        left, right = figure.subplots(1, 2)
+        panels = 2 if speeds else 1
+        figure = figure_of(5.0 * panels, 3.8)
+        left, *more = figure.subplots(1, panels, squeeze=False)[0]
         for shift, values, label, color in (
             (-0.2, before, "before tuning", COLORS[1]),
             (0.2, after, "after", COLORS[0]),
@@ -133,16 +135,17 @@ def tuned_exits(
         left.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
         left.set(title="Tokens that are the final exit's", ylim=(0, 1.02))
         left.legend(loc="best")
-        for i, (speed, low, high) in enumerate(speeds.values()):
-            right.plot([low, high], [i, i], color=COLORS[0], lw=2)
-            right.plot([speed], [i], "o", color=COLORS[0])
-        right.axvline(1.0, color=INK, lw=0.8)
-        right.set_yticks(range(len(speeds)), list(speeds))
-        right.set(
-            title="Speed of whole answers",
-            xlabel="times the full model's (95 % interval)",
-            ylim=(-0.6, len(speeds) - 0.4),
-        )
+        for right in more:
+            for i, (speed, low, high) in enumerate(speeds.values()):
+                right.plot([low, high], [i, i], color=COLORS[0], lw=2)
+                right.plot([speed], [i], "o", color=COLORS[0])
+            right.axvline(1.0, color=INK, lw=0.8)
+            right.set_yticks(range(len(speeds)), list(speeds))
+            right.set(
+                title="Speed of whole answers",
+                xlabel="times the full model's (95 % interval)",
+                ylim=(len(speeds) - 0.4, -0.6),
+            )
     return figure
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.image import imread
 
 from eejax.analysis import save
-from eejax.analysis.grades import draft_speeds, exits_by_depth, gate_speeds
+from eejax.analysis.grades import draft_speeds, exits_by_depth, gate_speeds, tuned_exits
 
 
 def drawn(figure, path):
@@ -34,3 +34,13 @@ def test_drafts_by_depth(tmp_path):
     (axes,) = drawn(draft_speeds({"logit lens": ([1, 2], [0.8, 1.1])}), tmp_path / "c.png")
     np.testing.assert_array_equal(axes.lines[0].get_xydata(), [[1, 0.8], [2, 1.1]])
     assert [t.get_text() for t in axes.get_legend().get_texts()] == ["logit lens"]
+
+
+def test_tuned_exits_and_speeds(tmp_path):
+    speeds = {"drafts": (1.2, 1.1, 1.3), "early exits": (0.9, 0.8, 1.0)}
+    left, right = drawn(tuned_exits([1, 3], [0.1, 0.2], [0.3, 0.5], speeds), tmp_path / "d.png")
+    np.testing.assert_allclose([bar.get_height() for bar in left.patches], [0.1, 0.2, 0.3, 0.5])
+    intervals = [line.get_xydata().tolist() for line in right.lines[:4:2]]
+    assert intervals == [[[1.1, 0], [1.3, 0]], [[0.8, 1], [1.0, 1]]]
+    assert [t.get_text() for t in right.get_yticklabels()] == ["drafts", "early exits"]
+    assert len(drawn(tuned_exits([1], [0.1], [0.3], {}), tmp_path / "e.png")) == 1

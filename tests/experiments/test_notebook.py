@@ -6,8 +6,9 @@ import re
 import nbclient
 import nbformat
 import pytest
+from tiny_chat import tiny_chat
 
-NAMES = ("training", "exits_and_gates", "routers")
+NAMES = ("training", "exits_and_gates", "routers", "real_model")
 
 
 def read(root, name):
@@ -103,6 +104,19 @@ def test_routers_calibrates_and_writes(repo_root, tmp_path, eejax_data, execute)
     table = [line.split() for line in text.splitlines() if line.endswith(" kept")]
     assert [row[0] for row in table] == ["3", "6", "9"]
     assert all(0.6 < float(row[2]) < 1 for row in table)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_real_model_tunes_and_asks(repo_root, tmp_path, execute):
+    tiny_chat().save(tmp_path / "model")
+    settings = dict(MODEL=tmp_path / "model", TOKENS=2048, NEW=24, OUT=tmp_path / "out")
+    executed = execute(read(repo_root, "real_model"), tmp_path, **settings)
+    shown = outputs(executed, "display_data")
+    assert sum("image/png" in o.data for o in shown) == 1
+    assert sum("text/html" in o.data for o in shown) == 2
+    text = printed(executed)
+    assert "4 layers of width 16" in text and "the full model's tokens: True" in text
 
 
 @pytest.mark.parametrize("name", NAMES)
