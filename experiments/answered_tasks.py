@@ -2,15 +2,17 @@
 
 They are those of EE-LLM's Figure 8 and more: BoolQ, TruthfulQA, NaturalQuestions closed-book,
 GSM8K, LAMBADA, HumanEval and CNN/DailyMail. Questions go through the model's chat template if it
-has one; LAMBADA and HumanEval are texts that the model continues.
+has one; LAMBADA's texts are continued.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
+import random
 import re
 import subprocess
 import sys
@@ -24,6 +26,7 @@ SECONDS = 10  # that a program of an answer may run
 MEMORY = 2 << 30  # bytes that it may take
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 WORDS = re.compile(r"\w+")
+CODE = re.compile(r"```(?:python)?\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class TaskRecord(NamedTuple):
@@ -50,6 +53,7 @@ class AnsweredTask:
       record: makes a record of a line, None for a line of another task.
       continues: whether the text is continued, and not a user's message.
       ends: texts that end an answer.
+      binary: whether scores are 0 or 1.
     """
 
     title: str
@@ -59,10 +63,11 @@ class AnsweredTask:
     record: Callable[[Mapping[str, Any]], TaskRecord | None]
     continues: bool = False
     ends: tuple[str, ...] = ()
+    binary: bool = True
 
 
 def read(task: AnsweredTask, limit: int) -> list[TaskRecord]:
-    """Return the first records of a task, from the folder $EEJAX_DATA.
+    """Return records of a task, drawn from its file in the folder $EEJAX_DATA.
 
     Raises:
       DataError: without the folder or the file.
@@ -73,14 +78,10 @@ def read(task: AnsweredTask, limit: int) -> list[TaskRecord]:
     path = pathlib.Path(folder, f"{task.file}.jsonl")
     if not path.is_file():
         raise DataError(f"{path} does not exist: EEJAX_DATA must be a folder that holds it.")
-    found: list[TaskRecord] = []
-    with path.open(encoding="utf-8") as lines:
-        for line in lines:
-            if (record := task.record(json.loads(line))) is not None:
-                found.append(record)
-            if len(found) == limit:
-                break
-    return found
+    lines = path.read_text(encoding="utf-8").splitlines()
+    random.Random(0).shuffle(lines)  # some files are sorted by answer
+    drawn = (task.record(json.loads(line)) for line in lines)
+    return list(itertools.islice((record for record in drawn if record is not None), limit))
 
 
 def boolq(row: Mapping[str, Any]) -> TaskRecord:
@@ -127,10 +128,16 @@ def lambada(row: Mapping[str, Any]) -> TaskRecord:
 
 
 def humaneval(row: Mapping[str, Any]) -> TaskRecord:
-    check = f"{row['test']}\ncheck({row['entry_point']})\n"
-    return TaskRecord(
-        row["prompt"], lambda answer: float(passes(f"{row['prompt']}{answer}\n\n{check}"))
-    )
+    check, name = f"{row['test']}\ncheck({row['entry_point']})\n", row["entry_point"]
+
+    def right(answer: str) -> float:
+        code = CODE.search(answer)
+        body = code[1] if code else answer
+        begin = f"{row['prompt']}\n" if f"def {name}" in body else row["prompt"]
+        return float(passes(f"{begin}{body}\n\n{check}"))
+
+    asked = "Complete this Python function. Answer with the whole function.\n\n"
+    return TaskRecord(f"{asked}{row['prompt']}", right)
 
 
 def summarization(row: Mapping[str, Any]) -> TaskRecord | None:
@@ -173,22 +180,29 @@ def _words(text: str) -> list[str]:
     return WORDS.findall(text.lower())
 
 
-CODE_ENDS = ("\ndef ", "\nclass ", "\nif __name__", "\nprint(", "\nassert ", "\n#", "\n```")
+CODE_ENDS = ("\nprint(", "\nassert ", "\nif __name__", "\n# Example", "\n# Test")
 TASKS: Mapping[str, AnsweredTask] = {
     "boolq": AnsweredTask("BoolQ", "accuracy", "boolq/val", 8, boolq),
     "truthfulqa": AnsweredTask(
         "TruthfulQA", "ROUGE-L accuracy", "truthfulqa/truthfulqa", 48, truthfulqa
     ),
-    "nq_open": AnsweredTask("NaturalQuestions closed-book", "F1", "nq_open/dev", 24, nq_open),
+    "nq_open": AnsweredTask(
+        "NaturalQuestions closed-book", "F1", "nq_open/dev", 24, nq_open, binary=False
+    ),
     "gsm8k": AnsweredTask("GSM8K", "accuracy", "gsm8k/test", 160, gsm8k),
     "lambada": AnsweredTask(
         "LAMBADA", "accuracy", "lambada/lambada_openai", 6, lambada, continues=True
     ),
     "humaneval": AnsweredTask(
-        "HumanEval", "pass@1", "humaneval/humaneval", 160, humaneval, True, CODE_ENDS
+        "HumanEval", "pass@1", "humaneval/humaneval", 200, humaneval, ends=CODE_ENDS
     ),
     "summarization": AnsweredTask(
-        "CNN/DailyMail", "ROUGE-L", MIXED.removesuffix(".jsonl"), 80, summarization
+        "CNN/DailyMail",
+        "ROUGE-L",
+        MIXED.removesuffix(".jsonl"),
+        80,
+        summarization,
+        binary=False,
     ),
 }
 

@@ -221,7 +221,7 @@ def generators_of(model, safe: Sequence[SafeThreshold]) -> dict[str, tuple[Any, 
 
 def answered(model, generators: dict[str, tuple[Any, dict]], name: str) -> dict[str, Any]:
     """Answer a task's records in every way: scores, seconds and speeds by way."""
-    from eejax.analysis.intervals import mean_interval
+    from eejax.analysis.intervals import mean_interval, share_interval
     from eejax.analysis.pairs import total_ratio
     from eejax.data.chat import ChatTemplate, find
 
@@ -266,9 +266,10 @@ def answered(model, generators: dict[str, tuple[Any, dict]], name: str) -> dict[
     for way in generators:
         each = np.divide(seconds[way], counts[way])
         ratio = total_ratio(np.divide(seconds[FULL], counts[FULL]), each)
-        change = np.subtract(scores[way], scores[FULL])
+        change, own = np.subtract(scores[way], scores[FULL]), np.array(scores[way])
+        score = share_interval(round(own.sum()), len(own)) if task.binary else mean_interval(own)
         rows[way] = {
-            "score": mean_interval(np.array(scores[way]))._asdict(),
+            "score": score._asdict(),
             "change": mean_interval(change)._asdict(),
             "seconds": float(np.mean(seconds[way])),
             "tokens": float(np.mean(counts[way])),

@@ -28,7 +28,7 @@ ROWS = {
     "gsm8k": {"question": "How many?", "answer": "3 + 4 = 7 thousand\n#### 7,000"},
     "lambada": {"context": "Said", "continuation": "Gabriel"},
     "humaneval": {
-        "prompt": "def twice(x):\n",
+        "prompt": "def twice(x):\n    'Twice x.'\n",
         "entry_point": "twice",
         "test": "def check(f):\n    assert f(2) == 4\n",
     },
@@ -40,7 +40,14 @@ ANSWERS = {
     "nq_open": [("Bob Russell", 1), ("Bob", 0.67), ("nobody", 0)],
     "gsm8k": [("first 3, then 7,000.", 1), ("7000.0", 1), ("7", 0), ("none", 0)],
     "lambada": [(" Gabriel.", 1), (" gabriel said", 1), (" Ann", 0), ("", 0)],
-    "humaneval": [("    return 2 * x", 1), ("    return x", 0), ("    while True: pass", 0)],
+    "humaneval": [
+        ("    return 2 * x", 1),
+        ("    return x", 0),
+        ("    while True: pass", 0),
+        ("def twice(x):\n    return x + x", 1),
+        ("Here it is:\n```python\ndef twice(x):\n    return 2 * x\n```\nIt doubles x.", 1),
+        ("```\ndef twice(x):\n    return 3", 0),
+    ],
     "summarization": [("a b c d", 1), ("a b", 2 / 3), ("z", 0)],
 }
 
