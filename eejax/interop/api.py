@@ -29,6 +29,7 @@ from eejax.train.step import make_eval_step
 from eejax.tuning import ExitKind, OwnText, TuningOptions, tune_model, write_own_text
 
 BATCH = 16
+TUNING_TOKENS, OWN_TOKENS = 100_000, 20_000  # of a text, and of one that the model writes
 LOOKUP = 7  # drafts from the text itself: with the row before them a bucket of 8 rows
 GRADING = "grading"  # key of a model's compiled evaluation in its cache
 
@@ -85,7 +86,7 @@ def calibrate(
 
 def own_text(
     model: LanguageModel,
-    tokens: int = 20_000,
+    tokens: int = OWN_TOKENS,
     *,
     seed: int = 0,
     watch: Callable[[str], None] | None = print,
@@ -104,7 +105,7 @@ def tune(
     *,
     kind: ExitKind = "mlp",
     vocabulary: int | None = None,
-    tokens: int = 100_000,
+    tokens: int | None = None,
     length: int = 256,
     folder: str | os.PathLike | None = None,
     watch: Callable[[str], None] = print,
@@ -127,7 +128,8 @@ def tune(
       kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
       vocabulary: number of tokens that a new exit knows, the first ones, so that its head is cheap;
         0 for all. By default they are nine tenths of the final exit's predictions on the text.
-      tokens: maximum tokens of text, evenly spaced if it has more.
+      tokens: maximum tokens of text, evenly spaced if it has more; by default 100,000, of a text
+        that the model writes 20,000.
       length: tokens of a window of text.
       folder: where the states are kept, and from where the same call continues after an
         interruption; by default none stays.
@@ -139,6 +141,8 @@ def tune(
       ConfigError: and others as `tuning.tune_model`.
     """
     chosen = TuningOptions(**options)
+    if tokens is None:
+        tokens = OWN_TOKENS if text is None else TUNING_TOKENS
     require_count("tokens", tokens)
     exits = default_exits(model.config.n_layers) if exits is None else exits
     text = own_text(model, tokens, watch=watch) if text is None else text

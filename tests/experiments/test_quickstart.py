@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -15,18 +16,26 @@ COMMAND = "eejax.experiments.quickstart"
 SMALL = ("--tokens=2048", "--passes=1", "--new=12", "--rounds=2", "--nopeer", "--json")
 
 
+SENTENCE = "Early exit pays."
+
+
 @pytest.fixture(scope="module")
 def quickstart(tmp_path_factory):
+    """(workdir, how it ended, a function that runs it again). A grade is there already."""
     folder = tmp_path_factory.mktemp("quickstart")
     tiny_chat().save(folder / "tiny")
-
-    def run(*flags):
-        own = (f"--model={folder / 'tiny'}", f"--workdir={folder / 'run'}")
-        return ended(COMMAND, *own, *SMALL, *flags)
-
+    (folder / "run").mkdir()
+    (folder / "run" / "grade.json").write_text(json.dumps({"verdict": {"sentence": SENTENCE}}))
+    (folder / "run" / "grade.html").touch()
+    run = functools.partial(launch, folder)
     done = run()
     assert done.status == 0, done.err
     return folder / "run", done, run
+
+
+def launch(folder, *flags):
+    own = (f"--model={folder / 'tiny'}", f"--workdir={folder / 'run'}")
+    return ended(COMMAND, *own, *SMALL, *flags)
 
 
 def test_it_leaves_what_it_promises(quickstart):
@@ -43,13 +52,11 @@ def test_its_summary_is_consistent(quickstart):
     workdir, done, _ = quickstart
     summary = json.loads(done.out.splitlines()[-1])
     assert summary == json.loads((workdir / "summary.json").read_text())
-    assert summary["tokens_differ"] == 0 and set(summary["ways"]) == {"full", "drafts", "exits"}
+    assert summary["answers_differ"] == 0 and set(summary["ways"]) == {"full", "drafts", "exits"}
     assert summary["ways"]["full"]["speed"] == summary["ways"]["drafts"]["same"] == 1
     for way in summary["ways"].values():
         assert way["low"] <= way["speed"] <= way["high"] and 0 <= way["same"] <= 1
-    grade = json.loads((workdir / "grade.json").read_text())
-    assert summary["verdict"] == grade["verdict"]["sentence"] in done.out
-    assert [d["boundary"] for d in grade["depths"]] == [1, 2, 3, 4]
+    assert summary["verdict"] == SENTENCE
     assert "all tokens are the full model's" in done.out
 
 
@@ -63,3 +70,20 @@ def test_a_second_run_only_measures(quickstart):
     assert "the model wrote" not in again.out
     other = run("--tokens=512")
     assert other.status == 1 and "of other settings: tokens = 512, there 2048" in other.err
+
+
+@pytest.mark.slow
+def test_the_grade_is_of_the_models_own_text(tmp_path):
+    tiny_chat().save(tmp_path / "tiny")
+    done = launch(tmp_path)
+    assert done.status == 0, done.err
+    grade = json.loads((tmp_path / "run" / "grade.json").read_text())
+    assert grade["verdict"]["sentence"] in done.out and grade["text"]["source"] == "text of its own"
+    assert [d["boundary"] for d in grade["depths"]] == [1, 2, 3, 4]
+    assert "<h2>Recipe</h2>" in (tmp_path / "run" / "grade.html").read_text()
+
+
+def test_a_model_without_a_chat_template_is_refused_before_any_work(small_run, tmp_path):
+    done = ended(COMMAND, f"--model={small_run}", f"--workdir={tmp_path / 'run'}")
+    assert done.status == 1 and "has no chat template" in done.err
+    assert not (tmp_path / "run").exists()
