@@ -9,6 +9,7 @@ import itertools
 import pathlib
 import re
 import shlex
+import subprocess
 import textwrap
 import warnings
 
@@ -225,3 +226,15 @@ def test_readme_is_short_and_has_two_commands():
     assert len(text.splitlines()) <= 90
     made = re.findall(r"\bmake ([a-z-]+)", text)
     assert set(made) == {"quickstart", "test"}
+
+
+def test_make_runs_what_its_comments_name():
+    named = re.findall(r"^# make ([a-z-]+) ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"env", "quickstart", "train-demo", "test"} <= {*named}
+    for target in named:
+        shown = subprocess.run(
+            ["make", "-n", "-W", "pyproject.toml", target], cwd=ROOT, capture_output=True, text=True
+        )
+        assert shown.returncode == 0, shown.stderr
+        if target in ("quickstart", "train-demo"):
+            assert shown.stdout.rstrip().endswith(f"/eejax {target}")
