@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
-import pathlib
 import random
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from eejax.common.errors import DataError
+from eejax.experiments import data_sets
 from eejax.experiments.reproduce.inference_tasks import MIXED, metrics
 
 SECONDS = 10  # that a program of an answer may run
@@ -72,15 +70,9 @@ def read(task: AnsweredTask, limit: int) -> list[TaskRecord]:
     Raises:
       DataError: without the folder or the file.
     """
-    folder = os.environ.get("EEJAX_DATA")
-    if not folder:
-        raise DataError("EEJAX_DATA is not set: name the folder of data sets.")
-    path = pathlib.Path(folder, f"{task.file}.jsonl")
-    if not path.is_file():
-        raise DataError(f"{path} does not exist: EEJAX_DATA must be a folder that holds it.")
-    lines = path.read_text(encoding="utf-8").splitlines()
-    random.Random(0).shuffle(lines)  # some files are sorted by answer
-    drawn = (task.record(json.loads(line)) for line in lines)
+    rows = data_sets.records(f"{task.file}.jsonl")
+    random.Random(0).shuffle(rows)  # some files are sorted by answer
+    drawn = (task.record(row) for row in rows)
     return list(itertools.islice((record for record in drawn if record is not None), limit))
 
 
@@ -205,12 +197,3 @@ TASKS: Mapping[str, AnsweredTask] = {
         binary=False,
     ),
 }
-
-
-def prompt_ids(task: AnsweredTask, record: TaskRecord, model, template) -> Sequence[int]:
-    """Return a record's token ids; `template` is the model's `ChatTemplate`, or None."""
-    tokenizer = model.tokenizer
-    if task.continues or template is None:
-        return tokenizer.encode(record.text).tolist()
-    asked = template.render([{"role": "user", "content": record.text}])
-    return tokenizer.encode_marked(asked).tolist()

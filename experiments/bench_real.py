@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from eejax.experiments import launch, peer_device
+from eejax.experiments import data_sets, launch, peer_device
+from eejax.experiments.conversation import encoder_of
 from eejax.experiments.decode_times import program, with_layers_of
 
 _MODEL = flags.DEFINE_string("model", "smollm2", "A model that `eejax.load` takes.")
@@ -139,17 +140,11 @@ def prompts(model) -> dict[str, list[list[int]]]:
 
     Those of a category run the same compiled program, the one that most of its prompts have.
     """
-    from eejax.data.chat import ChatTemplate, find
-
-    source = find(model.source, model.tokenizer)
+    encode = encoder_of(model)
     longest = min(_LONGEST.value, model.config.context_length - _NEW.value)
     by_program: dict[str, dict[tuple[int, int], list]] = {}
     for category, text in questions():
-        if source is None:
-            ids = model.tokenizer.encode(text).tolist()
-        else:
-            asked = ChatTemplate(*source).render([{"role": "user", "content": text}])
-            ids = model.tokenizer.encode_marked(asked).tolist()
+        ids = encode(text)
         if len(ids) <= longest:
             by_program.setdefault(category, {}).setdefault(program(ids, _NEW.value), []).append(ids)
     named = _CATEGORIES.value or list(by_program)
@@ -167,23 +162,11 @@ def prompts(model) -> dict[str, list[list[int]]]:
 
 def questions() -> list[tuple[str, str]]:
     """List (category, prompt) of Spec-Bench and HumanEval."""
-    from eejax.common.errors import DataError
-
-    folder = os.environ.get("EEJAX_DATA")
-    if not folder:
-        raise DataError(
-            "EEJAX_DATA is not set: name the folder that holds spec_bench/question.jsonl and "
-            "humaneval/humaneval.jsonl."
-        )
     found = []
-    for name, fields in (("spec_bench/question", "turns"), ("humaneval/humaneval", "prompt")):
-        path = pathlib.Path(folder, f"{name}.jsonl")
-        if not path.is_file():
-            raise DataError(f"{path} does not exist: EEJAX_DATA must be a folder that holds it.")
-        for line in path.read_text(encoding="utf-8").splitlines():
-            record = json.loads(line)
+    for name, field in (("spec_bench/question", "turns"), ("humaneval/humaneval", "prompt")):
+        for record in data_sets.records(f"{name}.jsonl"):
             category = record.get("category", "humaneval")
-            text = record[fields]
+            text = record[field]
             turn = text if isinstance(text, str) else text[0]
             found.append(("mt_bench" if category in TURNS else category, turn))
     return found

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import pathlib
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -30,8 +28,9 @@ import numpy as np
 from absl import flags
 
 from eejax.common.errors import ConfigError, DataError
-from eejax.experiments import answered_tasks, held_out, launch
+from eejax.experiments import answered_tasks, data_sets, held_out, launch
 from eejax.experiments.answered_tasks import TASKS
+from eejax.experiments.conversation import encoder_of
 from eejax.experiments.decode_times import program
 
 _MODEL = flags.DEFINE_string("model", None, "A model with exits, as `eejax.load` takes it.")
@@ -51,6 +50,7 @@ KINDS = {
     "programs": "mbpp/mbpp.jsonl",
 }
 FIELDS = {"gsm8k/train_500.jsonl": ("question", "answer"), "mbpp/mbpp.jsonl": ("text", "code")}
+CHARACTERS_PER_TOKEN = 16  # of text that is read, so that a book is not tokenized whole
 RISK = 0.1  # probability that a guarantee may fail
 FULL = "full"
 GATE = "max_probability"
@@ -115,36 +115,27 @@ def main() -> None:
         print(json.dumps(result))
 
 
-def texts(folder: pathlib.Path, kind: str) -> str:
+def text_of(kind: str) -> str:
     """Return the text of a kind. Raises `DataError` for a file that is missing."""
-    path = folder / KINDS[kind]
-    if not path.is_file():
-        raise DataError(f"{path} does not exist: EEJAX_DATA must be a folder that holds it.")
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".txt":
-        return text
-    fields = FIELDS[KINDS[kind]]
-    rows = map(json.loads, text.splitlines())
-    return "\n\n".join("\n".join(row[f] for f in fields) for row in rows)
+    name = KINDS[kind]
+    if name not in FIELDS:
+        return data_sets.path(name).read_text(encoding="utf-8")
+    rows = data_sets.records(name)
+    return "\n\n".join("\n".join(row[field] for field in FIELDS[name]) for row in rows)
 
 
 def scored_kinds(model) -> tuple[Any, np.ndarray]:
     """Return (scores of all kinds, [n] the kind's number of each position)."""
     from eejax import calibration, data
 
-    given = os.environ.get("EEJAX_DATA")
-    if not given:
-        raise DataError("EEJAX_DATA is not set: name the folder of data sets.")
     each = _TOKENS.value // len(KINDS)
     length = min(_LENGTH.value, model.config.context_length)
     found, kinds, before = [], [], 0
     for number, kind in enumerate(KINDS):
+        part = text_of(kind)[: CHARACTERS_PER_TOKEN * each]
         with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder, "text.txt")
-            path.write_text(texts(pathlib.Path(given), kind)[: 16 * each], encoding="utf-8")
-            source = data.source([str(path)])
-            batches = held_out.of_source(source, model.tokenizer, folder, each, length)
-            for batch in batches:
+            source = data.Documents((data.Document(kind, part),))
+            for batch in held_out.of_source(source, model.tokenizer, folder, each, length):
                 size = len(batch["labels"])
                 found.append({**batch, "units": before + np.arange(size)})
                 kinds += [number] * size
@@ -223,16 +214,14 @@ def answered(model, generators: dict[str, tuple[Any, dict]], name: str) -> dict[
     """Answer a task's records in every way: scores, seconds and speeds by way."""
     from eejax.analysis.intervals import mean_interval, share_interval
     from eejax.analysis.pairs import total_ratio
-    from eejax.data.chat import ChatTemplate, find
 
-    task, tokenizer = TASKS[name], model.tokenizer
-    source = find(model.source, tokenizer)
-    template = None if source is None else ChatTemplate(*source, tuple(tokenizer.control))
+    task, tokenizer, encode = TASKS[name], model.tokenizer, encoder_of(model)
     room = min(_LONGEST.value, model.config.context_length - task.new - 1)
     # Prompts of one compiled program alone, the one that most of them have.
     by_program: dict[tuple[int, int], list] = {}
     for record in answered_tasks.read(task, 8 * _RECORDS.value):
-        ids = answered_tasks.prompt_ids(task, record, model, template)
+        text = record.text
+        ids = tokenizer.encode(text).tolist() if task.continues else encode(text)
         if len(ids) <= room:
             by_program.setdefault(program(ids, task.new), []).append((ids, record))
     asked = max(by_program.values(), key=len, default=[])[: _RECORDS.value]

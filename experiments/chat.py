@@ -50,12 +50,7 @@ FEW = 4  # steps of a call, so that tokens appear as they come
 def main(names: list[str]) -> None:
     import eejax
 
-    if len(names) != 1:
-        raise ConfigError(
-            f"MODEL = {' '.join(names)!r}: must be one model: a run's workdir, a Hugging Face "
-            "folder, a GGUF file, or a name such as smollm2."
-        )
-    (name,) = names
+    name = launch.one_model(names)
     for text in _PROMPT.value:
         require(text.strip(), "--prompt", text, "must be a text that is not empty")
     with launch.flags_named({}):
@@ -129,12 +124,8 @@ def reply(model, talk: Conversation, ask: Callable, text: str, colors: bool) -> 
         if _PROMPT.value:
             raise
         stopped = True
-    except (ConfigError, DataError):
-        talk.messages.pop()
-        raise
     screen.end()
     if result is None:
-        talk.messages.pop()
         return {"prompt": text, "answer": "", "tokens": 0}
     answer = result.text(0, decode)
     talk.answer(answer)

@@ -1,58 +1,73 @@
-"""A conversation with a model, as token ids that its chat template makes."""
+"""Users' messages and whole conversations, as token ids that a model's chat template makes."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.chat import ChatTemplate, find
 
 
+def template_of(model) -> ChatTemplate | None:
+    """Return a model's chat template, None if it has none."""
+    source = find(model.source, model.tokenizer)
+    return None if source is None else ChatTemplate(*source, tuple(model.tokenizer.control))
+
+
+def encoder_of(model) -> Callable[[str], list[int]]:
+    """Return a function from a user's message to token ids; without a template it is plain text."""
+    template, tokenizer = template_of(model), model.tokenizer
+
+    def encode(text: str) -> list[int]:
+        if template is None:
+            return tokenizer.encode(text).tolist()
+        asked = template.render([{"role": "user", "content": text}])
+        return tokenizer.encode_marked(asked).tolist()
+
+    return encode
+
+
 class Conversation:
-    """Messages so far, as token ids that a model's chat template makes of them."""
+    """Messages that were answered so far, and the one that was asked last."""
 
     def __init__(self, name: str, model, system: str | None = None):
         """Begin a conversation. Raises `DataError` for a model without a chat template."""
-        source = find(model.source, model.tokenizer)
-        if source is None:
+        template = template_of(model)
+        if template is None:
             raise DataError(
                 f"MODEL = {name!r}: has no chat template, so it continues texts: `eejax generate` "
                 "does that for a run."
             )
-        self._template = ChatTemplate(*source, tuple(model.tokenizer.control))
+        self._template = template
         self._encode, self._room = model.tokenizer.encode_marked, model.config.context_length
         self._system = [{"role": "system", "content": system}] if system else []
-        self.messages: list[dict[str, str]] = [*self._system]
+        self.clear()
 
     def clear(self) -> None:
-        self.messages = [*self._system]
+        self.messages = self._asked = list(self._system)
 
     def ask(self, text: str, new: int) -> list[int]:
-        """Return the conversation with a message of the user, [t].
+        """Return the conversation with a message of the user, [t], which counts once answered.
 
         The oldest messages are left out where all of them leave no room for `new` tokens.
 
         Raises:
           ConfigError: for a message that is too long by itself, or that the template refuses.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        asked = [*self.messages, {"role": "user", "content": text}]
         begin = len(self._system)
         while True:
-            ids = self._encode(self._template.render(messages)).tolist()
+            ids = self._encode(self._template.render(asked)).tolist()
             if len(ids) + new <= self._room:
-                self.messages = messages
+                self._asked = asked
                 return ids
-            if len(messages) - begin < 3:
+            if len(asked) - begin < 3:
                 raise ConfigError(
                     f"the message has {len(ids)} tokens, which with --max_new_tokens = {new} must "
                     f"be at most the context ({self._room}): shorten it, or lower the flag."
                 )
-            del messages[begin : begin + 2]
-
-    def alone(self, text: str, new: int) -> list[int]:
-        """Return a message without a conversation before it, [t]. Raises as `ask`."""
-        self.clear()
-        ids = self.ask(text, new)
-        self.clear()
-        return ids
+            del asked[begin : begin + 2]
 
     def answer(self, text: str) -> None:
-        self.messages.append({"role": "assistant", "content": text})
+        """Add the message that was asked last, and its answer."""
+        self.messages = [*self._asked, {"role": "assistant", "content": text}]

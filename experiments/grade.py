@@ -20,7 +20,6 @@ import tempfile
 
 from absl import flags
 
-from eejax.common.errors import ConfigError
 from eejax.common.paths import expanded
 from eejax.experiments import held_out, launch
 
@@ -53,12 +52,7 @@ def main(names: list[str]) -> None:
     from eejax.checkpoint.model import is_run
     from eejax.experiments import grade_page, grading
 
-    if len(names) != 1:
-        raise ConfigError(
-            f"MODEL = {' '.join(names)!r}: must be one model: a run's workdir, a Hugging Face "
-            "folder, a GGUF file, or a name such as smollm2."
-        )
-    (name,) = names
+    name = launch.one_model(names)
     workdir = is_run(expanded(name))
     with launch.flags_named({}):
         model = eejax.load(name, tokenizer=_TOKENIZER.value)

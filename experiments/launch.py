@@ -14,7 +14,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from absl import app, flags, logging
@@ -179,6 +179,16 @@ def say(text: str) -> None:
     """Print a line of progress to standard error, above a bar if there is one."""
     tqdm.write(text, file=sys.stderr)
     sys.stderr.flush()
+
+
+def one_model(names: Sequence[str]) -> str:
+    """Return the model that a command's arguments name. Raises `ConfigError` unless it is one."""
+    if len(names) != 1:
+        raise ConfigError(
+            f"MODEL = {' '.join(names)!r}: must be one model: a run's workdir, a Hugging Face "
+            "folder, a GGUF file, or a name such as smollm2."
+        )
+    return names[0]
 
 
 def shell_command() -> str:

@@ -159,21 +159,23 @@ def begun(workdir: pathlib.Path) -> None:
 
 def own_text(model, path: pathlib.Path):
     """Return the text that the model writes, which the file keeps."""
+    import eejax
     from eejax.checkpoint.files import write_text
-    from eejax.data.sources import Document, FieldDocument
-    from eejax.tuning import OwnText, write_own_text
+    from eejax.data.records import TEXT
+    from eejax.data.sources import Document, Documents, FieldDocument
 
     if path.is_file():
         lines = map(json.loads, path.read_text(encoding="utf-8").splitlines())
-        found = [
-            FieldDocument(*line) if line[2] != Document.form else Document(*line[:2])
-            for line in lines
-        ]
-        return OwnText(tuple(found))
-    text = write_own_text(model, _TOKENS.value, watch=say)
-    lines = [json.dumps([d.name, d.text, d.form]) for d in text.written]
+        return Documents(
+            tuple(
+                Document(name, text) if form == TEXT else FieldDocument(name, text, form)
+                for name, text, form in lines
+            )
+        )
+    found = eejax.own_text(model, _TOKENS.value, watch=say)
+    lines = [json.dumps([d.name, d.text, d.form]) for d in found.listed]
     write_text(path, "\n".join(lines) + "\n")
-    return text
+    return found
 
 
 def batches(source, model, folder: str):
@@ -217,6 +219,7 @@ def with_tuned_exits(model, text, boundaries: Sequence[int], workdir: pathlib.Pa
             folder=workdir / "states",
             watch=say,
         )
+        shutil.rmtree(folder, ignore_errors=True)  # of a run that was stopped while it saved
         made.save(folder)
         shutil.rmtree(workdir / "states")
         found = {
@@ -245,7 +248,7 @@ def measure(tuned, talk, threshold: float) -> tuple[dict[str, TimedWay], dict[st
     from eejax.experiments.decode_times import program, with_layers_of
     from eejax.interop.api import drafting_generator, generator_of
 
-    asked = [talk.alone(question, _NEW.value) for question in QUESTIONS]
+    asked = [talk.ask(question, _NEW.value) for question in QUESTIONS]
     settings: dict[str, Any] = {"stop_token_ids": tuned.tokenizer.end_ids}
     full = generator_of(tuned, "full")
     generators = {

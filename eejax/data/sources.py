@@ -8,6 +8,7 @@ import glob
 import hashlib
 import io
 import itertools
+import json
 import os
 import sys
 import sysconfig
@@ -260,6 +261,33 @@ class PythonStdlib:
                 f"{PYTHON_STDLIB}: raise it to at least 100000."
             )
         return sorted(chosen, key=lambda entry: entry[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Documents that are in memory.
+
+    Attributes:
+      listed: the documents.
+    """
+
+    listed: tuple[Document | FieldDocument, ...]
+
+    def documents(self) -> Iterator[Document | FieldDocument]:
+        return iter(self.listed)
+
+    def split(self, share: float) -> tuple[Documents, Documents]:
+        """Return (the first documents, the other ones, about `share` of all)."""
+        first = max(1, round((1 - share) * len(self.listed)))
+        return Documents(self.listed[:first]), Documents(self.listed[first:])
+
+    def describe(self) -> dict[str, Any]:
+        digest = hashlib.sha256()
+        for document in self.listed:
+            digest.update(json.dumps([document.name, document.form, document.text]).encode())
+        forms = {document.form for document in self.listed} - {TEXT}
+        found = {"kind": "documents", "count": len(self.listed), "digest": digest.hexdigest()}
+        return found | ({"form": "+".join(sorted(forms))} if forms else {})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -26,7 +26,7 @@ from eejax.train.evaluate import Evaluation, evaluate, of_all_tokens
 from eejax.train.inputs import strip
 from eejax.train.metrics import exit_names
 from eejax.train.step import make_eval_step
-from eejax.tuning import ExitKind, OwnText, TuningOptions, tune_model, write_own_text
+from eejax.tuning import ExitKind, TuningOptions, tune_model, write_own_text
 
 BATCH = 16
 TUNING_TOKENS, OWN_TOKENS = 100_000, 20_000  # of a text, and of one that the model writes
@@ -90,12 +90,12 @@ def own_text(
     *,
     seed: int = 0,
     watch: Callable[[str], None] | None = print,
-) -> OwnText:
+) -> data.Documents:
     """Let the model write a text, which `tune`, `calibrate` and `grade` take as `text`.
 
     Arguments and errors are those of `tuning.write_own_text`.
     """
-    return write_own_text(model, tokens, seed=seed, watch=watch)
+    return write_own_text(model, generator_of(model, "full"), tokens, seed=seed, watch=watch)
 
 
 def tune(
@@ -167,7 +167,8 @@ def tune(
 
 def default_exits(n_layers: int) -> tuple[int, ...]:
     """Return the boundaries at which `tune` puts exits."""
-    return tuple(sorted({max(1, round(n_layers / 10)), max(1, round(2 * n_layers / 3))}))
+    wanted = max(1, round(n_layers / 10)), max(1, round(2 * n_layers / 3))
+    return tuple(sorted({min(boundary, n_layers - 1) for boundary in wanted}))
 
 
 @contextlib.contextmanager

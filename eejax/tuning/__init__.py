@@ -1,6 +1,6 @@
 """Training of exits on the stored states of a model that stays as it is."""
 
-from eejax.tuning.own_text import OwnText, write_own_text
+from eejax.tuning.own_text import write_own_text
 from eejax.tuning.states import StoredStates
 from eejax.tuning.training import ExitQuality, TuningOptions
 from eejax.tuning.tuning import KINDS, ExitKind, Tuning, tune_model
@@ -9,7 +9,6 @@ __all__ = [
     "KINDS",
     "ExitKind",
     "ExitQuality",
-    "OwnText",
     "StoredStates",
     "Tuning",
     "TuningOptions",

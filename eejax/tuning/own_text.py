@@ -7,12 +7,8 @@ other model continues the beginning of a text.
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 
@@ -21,7 +17,7 @@ from eejax.common import progress
 from eejax.common.errors import DataError, require_count
 from eejax.data.chat import ChatTemplate
 from eejax.data.records import CHAT, fields_of
-from eejax.data.sources import Document, FieldDocument
+from eejax.data.sources import Document, Documents, FieldDocument
 from eejax.inference.generate import Generator
 from eejax.inference.request import FinishReason
 
@@ -32,45 +28,21 @@ ATTEMPTS = 4  # rounds of questions for one round of answers, before a model is 
 _PLACE = "QUESTION"
 
 
-@dataclasses.dataclass(frozen=True)
-class OwnText:
-    """Documents that a model wrote; a `data.Source`.
-
-    Attributes:
-      written: the documents.
-    """
-
-    written: tuple[Document | FieldDocument, ...]
-
-    def documents(self) -> Iterator[Document | FieldDocument]:
-        return iter(self.written)
-
-    def split(self, share: float) -> tuple[OwnText, OwnText]:
-        """Return (the first documents, the other ones, about `share` of all)."""
-        first = max(1, round((1 - share) * len(self.written)))
-        return OwnText(self.written[:first]), OwnText(self.written[first:])
-
-    def describe(self) -> dict[str, Any]:
-        found = hashlib.sha256()
-        for document in self.written:
-            found.update(json.dumps([document.form, document.text]).encode())
-        forms = {"form": CHAT} if any(d.form == CHAT for d in self.written) else {}
-        return {"kind": "own text", "sha256": found.hexdigest(), **forms}
-
-
 def write_own_text(
     model: LanguageModel,
-    tokens: int = 20_000,
+    generator: Generator,
+    tokens: int,
     *,
     seed: int = 0,
     watch: Callable[[str], None] | None = None,
-) -> OwnText:
+) -> Documents:
     """Let a model write text of about `tokens` tokens.
 
     Questions and texts are drawn from the model's distribution, answers are greedy.
 
     Args:
-      model: the model, which runs all its layers.
+      model: the model.
+      generator: its generator with the engine "full".
       tokens: tokens of its texts, or of its answers.
       seed: of the random draws.
       watch: called with a line about what was written.
@@ -81,7 +53,6 @@ def write_own_text(
     """
     require_count("tokens", tokens)
     chats = bool(model.tokenizer.chat)
-    generator = Generator.make(model.params, model.config, "full")
     rounds = (_conversations if chats else _texts)(model, generator, seed)
     written: list[Document | FieldDocument] = []
     total = 0
@@ -96,7 +67,7 @@ def write_own_text(
     if watch is not None:
         kind = "answers to questions of its own" if chats else "texts"
         watch(f"the model wrote {len(written)} {kind}, {total} tokens")
-    return OwnText(tuple(written))
+    return Documents(tuple(written))
 
 
 def _document(name: str, text: str | list[dict[str, str]]) -> Document | FieldDocument:

@@ -11,7 +11,6 @@ from tiny_chat import tiny_chat
 from eejax.experiments import answered_tasks
 from eejax.experiments.answered_tasks import TASKS
 
-pytest.importorskip("lm_eval")
 COMMAND = "eejax.experiments.bench_tasks"
 ROWS = {
     "boolq": {

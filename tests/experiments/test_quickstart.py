@@ -72,6 +72,15 @@ def test_a_second_run_only_measures(quickstart):
     assert other.status == 1 and "of other settings: tokens = 512, there 2048" in other.err
 
 
+def test_a_run_that_was_stopped_while_it_saved_goes_on(quickstart):
+    workdir, _, run = quickstart
+    (workdir / "tuning.json").unlink()
+    assert (workdir / "model").is_dir()
+    again = run()
+    assert again.status == 0, again.err
+    assert (workdir / "tuning.json").is_file() and "pass 1 of 1" in again.out
+
+
 @pytest.mark.slow
 def test_the_grade_is_of_the_models_own_text(tmp_path):
     tiny_chat().save(tmp_path / "tiny")

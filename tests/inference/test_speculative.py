@@ -227,6 +227,24 @@ def test_drafting_ends_where_it_does_not_pay(subset, prompts):
             assert r.layers.sum(1).max() < 1.25 * config.n_layers * limit
 
 
+@pytest.mark.parametrize("acceptance, drafts", [(1.0, True), (0.0, False)])
+def test_a_request_begins_with_the_acceptance_of_the_exit(subset, prompts, acceptance, drafts):
+    p, config = subset((2,))
+    first = dataclasses.replace(config.exits[0], acceptance=acceptance)
+    config = config.replace(exits=(first,))
+    asked = prompts(1, [8])
+    alone = Generator.make(p, config, "speculative").generate(asked, 8)
+    assert (alone.drafted[0, 1:3].sum() > 0) == drafts
+    engine = EarlyExitEngine.make(p, config, EngineOptions("speculative"), slots=2)
+    state = engine.start()
+    np.testing.assert_allclose(state.acceptance, acceptance)
+    policy = ExitPolicy.make(engine.config, 1, drafts=engine.options.draft_rows)
+    rows = RequestRows.make(engine.config, [8], [8], policy, SamplingParams.make(1))
+    state = state.replace(acceptance=state.acceptance + 0.25)  # of requests before
+    state = engine.insert(state, engine.prefill(asked, rows)[0], [1])
+    np.testing.assert_allclose(state.acceptance, [acceptance + 0.25, acceptance])
+
+
 def test_a_request_at_the_end_of_the_context(model, prompts):
     g = Generator.make(*model, STEADY)
     asked = prompts(11, [40, 3, 8])
