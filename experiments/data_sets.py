@@ -8,6 +8,7 @@ import pathlib
 from typing import Any
 
 from eejax.common.errors import DataError
+from eejax.common.paths import expanded
 
 
 def path(name: str) -> pathlib.Path:
@@ -15,11 +16,12 @@ def path(name: str) -> pathlib.Path:
 
     Raises:
       DataError: without the folder or the file.
+      ConfigError: `$EEJAX_DATA` names a home folder that is not there.
     """
     folder = os.environ.get("EEJAX_DATA")
     if not folder:
         raise DataError(f"EEJAX_DATA is not set: name the folder that holds {name}.")
-    found = pathlib.Path(folder, name).expanduser()
+    found = expanded(folder) / name
     if not found.is_file():
         raise DataError(f"{found} does not exist: EEJAX_DATA must be a folder that holds it.")
     return found

@@ -232,7 +232,7 @@ def with_tuned_exits(model, text, boundaries: Sequence[int], workdir: pathlib.Pa
 def threshold_for(model, rows: Sequence) -> tuple[float, float]:
     """Return the threshold of least depth that keeps `TARGET` on held-out text, and what it keeps.
 
-    Where none does, it is the one that keeps most.
+    It is 1, which never fires, where no other keeps as much.
     """
     from eejax import calibration
 

@@ -34,6 +34,8 @@ LAUNCHERS = {
     "calibrate": ("--base={folder}", "--workdir={folder}/new"),
     "tune": ("--base={folder}", "--exits=1", "--workdir={folder}/new"),
     "sweep": ("--workdir={folder}",),
+    "chat": ("{folder}", "--prompt=a"),
+    "quickstart": ("--model={folder}", "--workdir={folder}/run"),
     "train-demo": ("--tiny", "--workdir={folder}/run"),
 }
 
