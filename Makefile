@@ -37,7 +37,10 @@ env: $(VENV)/.env-stamp
 $(VENV)/.env-stamp: pyproject.toml setup.cfg $(wildcard constraints*.txt)
 	$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "eejax needs Python 3.11 or newer; this is %d.%d. Set PYTHON=..." % v[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint $(CONSTRAINTS) --editable '.[test]'
+	# The pip that comes with Python 3.11 takes twice the time.
+	$(BIN)/python -m pip install $(PIP_FLAGS) --constraint $(CONSTRAINTS) --upgrade pip
+	# setuptools warns of an editable installation as such.
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install $(PIP_FLAGS) --constraint $(CONSTRAINTS) --editable '.[test]'
 	# By itself, where JAX does not look for it: tests lower programs for CUDA and run none of them.
 	# The second is XLA's compiler for GPUs, for programs that no GPU runs.
 	if [ "$$(uname -s)" = Linux ]; then version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \

@@ -142,12 +142,13 @@ def positions_read(prompt: int, cap: int) -> float:
     They are all that a generation allocates, or, by a GPU's kernel, those that are filled, on
     average.
     """
-    from eejax.inference.generate import LENGTH_STEP
+    from eejax.inference import EngineOptions
+    from eejax.inference.generate import cache_length
     from eejax.kernels import call
 
     if call.by_kernels():
         return prompt + (_NEW.value + 1) / 2
-    return -(-(prompt + _NEW.value + 1 + cap) // LENGTH_STEP) * LENGTH_STEP
+    return cache_length(prompt + _NEW.value + 1, EngineOptions(cap=cap))
 
 
 def bytes_per_token(params, config, depth: int, length: float) -> float:

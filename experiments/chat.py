@@ -88,11 +88,11 @@ def asking(model) -> Callable:
     else:
         plain = generator_of(model, "full") if not _DRAFTS.value else None
         generator, settings = plain or drafting_generator(model), {}
-    settings |= _SAMPLING.values() | {"stop_token_ids": model.tokenizer.end_ids, "chunk": FEW}
+    settings |= _SAMPLING.values() | {"stop_token_ids": model.tokenizer.end_ids}
 
     def ask(ids):
         with launch.flags_named({}):
-            yield from generator.stream([ids], _NEW.value, **settings)
+            yield from generator.stream([ids], _NEW.value, chunk=FEW, growing=True, **settings)
 
     return ask
 

@@ -107,7 +107,7 @@ def text_of(name: str, model, folder: str) -> tuple[list, str]:
 def show(found) -> str:
     """Return tables of what was measured and predicted."""
     from eejax import analysis
-    from eejax.experiments.grade_page import WAYS, ms, share, times
+    from eejax.experiments.grade_page import WAYS, ms, own_exits, share, times
 
     drafts = {d.boundary: d for d in reversed(found.drafts)}
     rows = [
@@ -129,10 +129,16 @@ def show(found) -> str:
         for m in found.measured
     ]
     model, seconds = found.model, found.times
+    full = seconds.full(model.layers)
+    exits = [
+        f"exit after layer {boundary}: {ms(own)} for {known:,} tokens ({share(own / full)} of a "
+        f"step; the head {share(seconds.heads[-1] / full)})"
+        for boundary, known, own in own_exits(found)
+    ]
     parts = [
         f"{model.name}: {model.layers} layers of {ms(seconds.layer)}, head {ms(seconds.heads[-1])} "
-        f"({seconds.heads[-1] / seconds.layer:.1f} layers), step {ms(seconds.full(model.layers))}, "
-        f"on {model.device}",
+        f"({seconds.heads[-1] / seconds.layer:.1f} layers), step {ms(full)}, on {model.device}",
+        *exits,
         analysis.table(["layers", "agreement", "nats/token", "drafts", "their speed"], rows),
         f"oracle depth {found.oracle.depth:.2f} of {model.layers}: at most "
         f"{times(found.oracle.speed)}",

@@ -113,6 +113,9 @@ def model_section(grade: ModelGrade) -> str:
         ["the rest of a step", NONE, ms(measured.step), share(measured.step / full)],
         ["a step of all layers", "100.0%", ms(full), "100.0%"],
     ]
+    for boundary, known, seconds in own_exits(grade):
+        name = f"the exit after layer {boundary}, which knows {known:,} tokens"
+        parts.append([name, NONE, ms(seconds), share(seconds / full)])
     rows = [[f"{n}", f"{factor:.2f}"] for n, factor in measured.rows]
     head = measured.heads[-1] / measured.layer
     return "\n".join(
@@ -123,6 +126,15 @@ def model_section(grade: ModelGrade) -> str:
             table(["rows at once", "time of a layer, over one row's"], rows),
         )
     )
+
+
+def own_exits(grade: ModelGrade) -> list[tuple[int, int, float]]:
+    """Return (boundary, tokens that it knows, measured seconds) of each exit that the model has."""
+    model, at = grade.model, {d.boundary: e for e, d in enumerate(grade.depths)}
+    return [
+        (boundary, known, grade.times.heads[at[boundary]])
+        for boundary, known in zip(model.own_exits, model.own_vocabularies, strict=True)
+    ]
 
 
 def depth_section(grade: ModelGrade) -> str:

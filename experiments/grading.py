@@ -41,6 +41,7 @@ class ModelFacts:
       dtype: dtype of computation.
       device: device that decodes.
       own_exits: boundaries of the exits that the model has.
+      own_vocabularies: tokens that each of them knows.
       layer_share: a layer's share of the weights that a full step reads.
       head_share: the final head's share of them.
     """
@@ -53,6 +54,7 @@ class ModelFacts:
     dtype: str
     device: str
     own_exits: tuple[int, ...]
+    own_vocabularies: tuple[int, ...]
     layer_share: float
     head_share: float
 
@@ -315,6 +317,7 @@ def facts(name: str, model: LanguageModel, own: tuple[int, ...]) -> ModelFacts:
     config = model.config
     layer = size(params.layer(config))
     head = config.padded_vocab * config.d_model
+    known = {e.boundary: e.vocabulary or config.vocab_size for e in config.exits}
     read = config.n_layers * layer + head
     device = jax.devices()[0]
     return ModelFacts(
@@ -326,6 +329,7 @@ def facts(name: str, model: LanguageModel, own: tuple[int, ...]) -> ModelFacts:
         str(config.dtype),
         f"{device.device_kind} ({device.platform})",
         own,
+        tuple(known[boundary] for boundary in own),
         layer / read,
         head / read,
     )

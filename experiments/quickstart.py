@@ -94,6 +94,7 @@ class StageClock:
 
 def main() -> None:
     import eejax
+    from eejax import calibration
     from eejax.checkpoint.files import unwritable, write_text
     from eejax.common.paths import expanded
     from eejax.experiments.conversation import Conversation
@@ -129,6 +130,7 @@ def main() -> None:
         "verdict": verdict,
         "exits": list(boundaries),
         "agreement": agreements,
+        "draft_exit": calibration.drafting_exit(tuned.config),
         "threshold": threshold,
         "expected_agreement": expected,
         "ways": {name: dataclasses.asdict(way) for name, way in ways.items()},
@@ -388,9 +390,12 @@ def verdict(summary: dict[str, Any]) -> str:
         return "make no difference here that can be told from noise"
 
     same = "all" if not summary["answers_differ"] else "NOT all"
-    speeds = summary["ways"][DRAFTS]["by_question"]
+    speeds, exit = summary["ways"][DRAFTS]["by_question"], summary["draft_exit"]
+    drafts = "Drafts from the text itself (no exit is right often enough to draft here)"
+    if exit is not None:
+        drafts = f"Drafts of the exit after layer {exit}, and from the text itself,"
     return (
-        f"Drafts {said(DRAFTS)} ({min(speeds):.2f} to {max(speeds):.2f} by question; most where "
+        f"{drafts} {said(DRAFTS)} ({min(speeds):.2f} to {max(speeds):.2f} by question; most where "
         f"the answer repeats text), and {same} tokens are the full model's.\n"
         f"Early exits at {summary['expected_agreement']:.0%} agreement {said(EXITS)}."
     )

@@ -1,6 +1,7 @@
 """Routers and thresholds: training, the quality-speed frontier, thresholds with a guarantee."""
 
 from eejax.calibration.calibration import Calibration, calibrate_model, with_exits
+from eejax.calibration.drafting import drafting_exit
 from eejax.calibration.frontier import (
     ExitScores,
     FrontierPoint,
@@ -37,6 +38,7 @@ __all__ = [
     "at_threshold",
     "calibrate",
     "calibrate_model",
+    "drafting_exit",
     "emitting_exits",
     "fastest",
     "learn_then_test",

@@ -9,7 +9,7 @@ import numpy as np
 from eejax.calibration.prediction import DecodingTimes
 from eejax.inference.options import EngineOptions, draft_cost, verify_cost
 from eejax.inference.schedule import best_drafts
-from eejax.models.config import ModelConfig
+from eejax.models.config import ExitConfig, ModelConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +63,34 @@ def draft_speed(acceptance: float, drafts: int, cost: float, verify: tuple[float
     return tokens / (1 + cost * drafts + extra)
 
 
+def drafting_exit(config: ModelConfig) -> int | None:
+    """Return the boundary of the exit that should draft for a lone request, None if none should.
+
+    Where acceptances are known (`ExitConfig.acceptance`), it is the exit whose drafts are fastest
+    by the engine's costs on this device. If none of them is faster than the full model, it is the
+    lowest exit whose acceptance is not known: the engine finds out while it decodes.
+    """
+    speeds, unknown = {}, []
+    for exit in config.exits:
+        if exit.acceptance is None:
+            unknown.append(exit.boundary)
+        else:
+            cost, verify, most = engine_costs(config, exit)
+            drafts = number_of_drafts(exit.acceptance, cost, verify, most)
+            speeds[exit.boundary] = draft_speed(exit.acceptance, drafts, cost, verify)
+    best = max(speeds, key=speeds.__getitem__, default=None)
+    if best is not None and speeds[best] > 1:
+        return best
+    return min(unknown, default=None)
+
+
+def engine_costs(config: ModelConfig, exit: ExitConfig) -> tuple[float, tuple[float, float], int]:
+    """Return the engine's (cost, verify) of `draft_speed` for an exit, and its most drafts."""
+    options = EngineOptions("speculative", draft_exit=exit.boundary)
+    alone = config.replace(exits=(exit,))
+    return draft_cost(alone, options), verify_cost(alone, options, 1), options.max_drafts
+
+
 def predict_drafts(
     config: ModelConfig, times: DecodingTimes, e: int, acceptance: float, *, tuned: bool
 ) -> DraftPrediction:
@@ -76,10 +104,8 @@ def predict_drafts(
       tuned: see `DraftPrediction`.
     """
     own = config.exits[e]
-    options = EngineOptions("speculative", draft_exit=own.boundary)
-    alone = config.replace(exits=(own,))
-    cost, verify = draft_cost(alone, options), verify_cost(alone, options, 1)
-    drafts = number_of_drafts(acceptance, cost, verify, options.max_drafts)
+    cost, verify, most = engine_costs(config, own)
+    drafts = number_of_drafts(acceptance, cost, verify, most)
     timed, one = (timed_costs(config, times, e, k) for k in (drafts, 1))
     return DraftPrediction(
         own.boundary,

@@ -10,6 +10,11 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def round_up(n: int, step: int) -> int:
+    """Return the smallest multiple of `step` of at least n."""
+    return -(-n // step) * step
+
+
 def padded_lengths(context: int) -> list[int]:
     """Return the lengths that texts are padded to: powers of two up to `context`, and that."""
     lengths = [min(MIN_LENGTH, context)]

@@ -15,7 +15,7 @@ from eejax.inference import posthoc, propagate, sharded
 from eejax.inference.engine_step import engine_step, prefill_step
 from eejax.inference.logits_params import TopLogprobs
 from eejax.inference.options import EngineOptions, draft_cost, verify_cost
-from eejax.inference.schedule import BatchPlan
+from eejax.inference.schedule import INITIAL_EXIT_ACCEPTANCE, BatchPlan
 from eejax.inference.state import DecodeRecord, EngineState
 from eejax.inference.weights import Weights
 from eejax.models.cache import varying
@@ -32,6 +32,7 @@ def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> Bat
     """
     segments = options.num_segments or config.n_exits + 1
     waits = options.engine == "speculative"
+    known = config.exits[0].acceptance if config.exits else None
     return BatchPlan.make(
         segments,
         slots,
@@ -40,7 +41,7 @@ def default_plan(config: ModelConfig, options: EngineOptions, slots: int) -> Bat
         patience=options.max_drafts if waits else 0,
         draft_cost=draft_cost(config, options),
         verify_cost=verify_cost(config, options, slots),
-        acceptance=config.exits[0].acceptance if config.exits else 0.5,
+        acceptance=INITIAL_EXIT_ACCEPTANCE if known is None else known,
     )
 
 

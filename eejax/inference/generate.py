@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
 from eejax.common.errors import ConfigError, require, require_count
-from eejax.common.lengths import padded_length, power_of_two
+from eejax.common.lengths import padded_length, power_of_two, round_up
 from eejax.common.trees import Tree
 from eejax.inference import posthoc, sharded
 from eejax.inference.decoding import decode, default_plan
@@ -33,7 +33,8 @@ from eejax.sharding.mesh import MeshConfig, check_batch
 
 STREAM_CHUNK = 16  # steps per call while streaming or looking for stop strings
 DECODE_STEPS = 128  # steps that the decoding loop is compiled for; it runs any number up to this
-LENGTH_STEP = 64  # cache lengths are rounded up to this, so that few programs are compiled
+LENGTH_STEP = 128  # positions of cache come in multiples of this, so that few programs are compiled
+GROWING_LENGTH = 512  # least positions of cache for prompts that grow
 
 
 @partial(jax.jit, static_argnames=("config", "options", "length"))
@@ -113,6 +114,7 @@ class Decoder(abc.ABC):
         max_new_tokens: int,
         *,
         chunk: int | None = STREAM_CHUNK,
+        growing: bool = False,
         **params: Unpack[GenerationParams],
     ) -> Iterator[GenerationResult]:
         """Yield the growing result: the first token, then those of `chunk` steps (None: all).
@@ -124,6 +126,8 @@ class Decoder(abc.ABC):
         Args:
           prompts: token ids, each at least one token and shorter than the context.
           max_new_tokens: most tokens to generate for a prompt.
+          growing: whether longer prompts follow, as in a conversation. The cache then has room for
+            them, so that programs are compiled when it doubles (`cache_length`).
           params: how tokens exit, are drawn and end a request.
 
         Raises:
@@ -159,7 +163,8 @@ class Decoder(abc.ABC):
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         request = RequestRows.make(config, lengths, max_new, policy, sampling, stop_token_ids)
-        length = cache_length(int(max(tokens.shape[1], (lengths + max_new).max())), options)
+        most = int(max(tokens.shape[1], (lengths + max_new).max()))
+        length = cache_length(most, options, config.context_length if growing else None)
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else int(max_new.max())
         chunk = min(chunk, max(1, int(max_new.max())))  # a loop has room for all steps of a chunk
@@ -196,9 +201,9 @@ class Generator(Decoder):
     """A model prepared for generation with one engine; build it with `Generator.make`.
 
     `generate` and `stream` compile once for each batch size, prompt length (rounded up to a power
-    of two, at least 16), cache length (to a multiple of `LENGTH_STEP`), number of stop tokens (to a
-    power of two) and, above `DECODE_STEPS`, `chunk` (to a power of two). Stop strings are searched
-    outside the compiled program, after every `STREAM_CHUNK` steps unless `chunk` is set.
+    of two, at least 16), cache length (`cache_length`), number of stop tokens (to a power of two)
+    and, above `DECODE_STEPS`, `chunk` (to a power of two). Stop strings are searched outside the
+    compiled program, after every `STREAM_CHUNK` steps unless `chunk` is set.
     """
 
     weights: Weights
@@ -270,9 +275,17 @@ def decode_size(steps: int) -> int:
     return max(DECODE_STEPS, power_of_two(steps))
 
 
-def cache_length(tokens: int, options: EngineOptions) -> int:
+def cache_length(tokens: int, options: EngineOptions, grows_to: int | None = None) -> int:
     """Return the positions of cache for requests of `tokens` tokens, prompts included.
 
-    There is room behind the tokens for whole spans, and for all rows that wait at once.
+    There is room behind the tokens for whole spans, and for all rows that wait at once. Attention
+    reads all positions of a short cache, and every length is a program to compile, so there are at
+    most four lengths from a power of two to the next. For requests that grow, up to `grows_to`
+    tokens, there is one.
     """
-    return -(-(tokens + max(SPAN, options.cap)) // LENGTH_STEP) * LENGTH_STEP
+    behind = max(SPAN, options.cap)
+    rows = tokens + behind
+    if grows_to is None:
+        return round_up(rows, max(LENGTH_STEP, power_of_two(rows) // 8))
+    grown = power_of_two(max(rows, GROWING_LENGTH))
+    return max(round_up(rows, LENGTH_STEP), min(grown, round_up(grows_to + behind, LENGTH_STEP)))

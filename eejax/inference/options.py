@@ -179,9 +179,12 @@ class EngineOptions:
         """Return the options with open fields resolved for a model and a number of slots."""
         most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
         chunk = min(most, config.context_length) if self.chunk is None else self.chunk
-        lookup = self.lookup if slots == 1 else 0
-        own = dict(chunk=chunk, buckets=self._buckets_for(slots), drafts=self.max_drafts)
-        return dataclasses.replace(self, lookup=lookup, **own)
+        own = dataclasses.replace(
+            self, chunk=chunk, lookup=self.lookup if slots == 1 else 0, drafts=self.max_drafts
+        )
+        if drafts_at_once(own, slots):  # a pass decides all rows, so no more of them ever wait
+            own = dataclasses.replace(own, cap=min(own.cap, own.draft_rows + 1))
+        return dataclasses.replace(own, buckets=own._buckets_for(slots))
 
     def _buckets_for(self, slots: int) -> tuple[int, ...]:
         if self.buckets:
@@ -192,9 +195,11 @@ class EngineOptions:
         # On a GPU few rows take hardly less time. On a CPU they do, and most slots may be free.
         least = max(slots // 4, 4) if slots > 1 and call.for_gpu() else 2
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
-        # One row of the only slot runs in place.
-        own = {1} if slots > 1 else {min(drafts + 1, most), self.lookup + 1} - {1}
-        return tuple(sorted({*own, *(powers or [power_of_two(most)])}))
+        if slots > 1:
+            return tuple(sorted({1, *(powers or [power_of_two(most)])}))
+        # One row of the only slot runs in place, and no more than `most` wait.
+        own = {min(drafts + 1, most), self.lookup + 1, max(most, 2)} - {1}
+        return tuple(sorted({*own, *(size for size in powers if size < most)}))
 
 
 def drafts_at_once(options: EngineOptions, slots: int) -> bool:

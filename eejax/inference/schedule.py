@@ -16,9 +16,9 @@ from eejax.common.errors import require, require_array
 from eejax.common.indexing import gather
 
 SKIP, IN_PLACE, PACKED = 0, 1, 2  # modes of a segment; PACKED + i packs rows into bucket i
-INITIAL_TEXT_ACCEPTANCE = np.float32(0.6)
-"""Assumed share of accepted drafts from the text before any was made; for an exit see
-`ExitConfig.acceptance`. Short texts have few tokens to make up for wrong drafts."""
+INITIAL_EXIT_ACCEPTANCE, INITIAL_TEXT_ACCEPTANCE = 0.5, np.float32(0.6)
+"""Assumed share of accepted drafts before any was made, of an exit whose `ExitConfig.acceptance` is
+not known, and from the text. Short texts have few tokens to make up for wrong drafts."""
 ACCEPTANCE_WEIGHT = np.float32(0.2)  # weight of one more draft in the running share
 EXIT_RECOVERY, TEXT_RECOVERY = np.float32(0.002), np.float32(0.005)
 """Growth of that share towards 1 for a step without drafts, so that drafts are tried again. If they
@@ -66,7 +66,7 @@ class BatchPlan(struct.PyTreeNode):
         seconds: tuple[Any, Any, Any] | None = None,
         draft_cost: float = 0.0,
         verify_cost: tuple[float, float] = (0.0, 0.0),
-        acceptance: float = 0.5,
+        acceptance: float = INITIAL_EXIT_ACCEPTANCE,
     ) -> BatchPlan:
         """Check and complete a plan.
 

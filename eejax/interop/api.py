@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from eejax import data
-from eejax.calibration import RouterOptions, calibrate_model, with_exits
+from eejax.calibration import RouterOptions, calibrate_model, drafting_exit, with_exits
 from eejax.checkpoint import language_model
 from eejax.checkpoint.language_model import LanguageModel as LanguageModel
 from eejax.common import progress
@@ -262,7 +262,8 @@ def generate(
         Elhoushi et al. 2024). Where the text repeats itself, its own continuation is the draft. The
         number of drafts adapts to how many are accepted.
       engine: name of an engine, or options of one. "speculative" drafts as with `draft_exit`, by
-        the lowest exit, or from the text alone if the model has none.
+        the exit that promises most (`calibration.drafting_exit`), or from the text alone if there
+        is none.
       options: as `Generator.stream` takes them.
 
     Raises:
@@ -310,23 +311,24 @@ def drafting_generator(model: LanguageModel, boundary: int | None = None) -> Gen
     """Return the model's generator that drafts, prepared once.
 
     Args:
-      boundary: of the exit that drafts; by default the lowest, or none if the model has no exits.
+      boundary: of the exit that drafts; by default `calibration.drafting_exit`. If that is none,
+        the text alone drafts.
 
     Raises:
       ConfigError: for a boundary that the model does not have.
     """
-    text_alone = boundary is None and not model.config.exits
-    drafts = 0 if text_alone else None
-    options = EngineOptions("speculative", draft_exit=boundary, lookup=LOOKUP, drafts=drafts)
+    chosen = drafting_exit(model.config) if boundary is None else boundary
+    drafts = 0 if chosen is None else None
+    options = EngineOptions("speculative", draft_exit=chosen, lookup=LOOKUP, drafts=drafts)
     most = model.config.n_layers - 1
     if options not in model.cache:
         params, config = model.params, model.config
-        if boundary is not None:
-            allowed = f"must be a number of layers in 0..{most}, below the last"
-            require(boundary <= most, "draft_exit", boundary, allowed)
-            params, config = with_exits(params, config, [boundary])
-        if text_alone:  # the engine runs drafts from below an exit: here from below all layers
+        if chosen is None:  # the engine runs drafts from below an exit: here from below all layers
             params, config = with_exits(params, config, [0])
+        else:
+            allowed = f"must be a number of layers in 0..{most}, below the last"
+            require(chosen <= most, "draft_exit", chosen, allowed)
+            params, config = with_exits(params, config, [chosen])
         model.cache[options] = Generator.make(params, config, options)
     return model.cache[options]
 

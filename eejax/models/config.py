@@ -52,7 +52,8 @@ class ExitConfig:
         probability (FR-Spec, Zhao et al. 2025); 0 for all. Merges of BPE number frequent tokens
         first. It makes a cheap draft, and its head cannot be trained on labels.
       acceptance: share of its drafts that are expected to be right, by which an engine decides
-        whether to make the first ones; tuning sets it to what it measured.
+        whether to make the first ones, and the exit that drafts is chosen. Tuning sets it to what
+        it measured; None if it is not known.
     """
 
     boundary: int
@@ -63,7 +64,7 @@ class ExitConfig:
     temperature: float = 1.0
     router: int = 0
     vocabulary: int = 0
-    acceptance: float = 0.5
+    acceptance: float | None = None
 
     def __post_init__(self):
         require(
@@ -89,8 +90,9 @@ class ExitConfig:
         )
         share = self.acceptance
         real = isinstance(share, int | float) and not isinstance(share, bool)
-        allowed = "must be a share in [0, 1]"
-        require(real and 0 <= share <= 1, "ExitConfig.acceptance", share, allowed)
+        allowed = "must be a share in [0, 1], or None"
+        known = share is None or real and 0 <= share <= 1
+        require(known, "ExitConfig.acceptance", share, allowed)
 
     @property
     def name(self) -> str:

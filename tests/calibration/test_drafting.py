@@ -1,5 +1,6 @@
 """Predicted speed of drafts, by brute force."""
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -41,6 +42,35 @@ def test_the_number_of_drafts_is_the_best_of_all(acceptance, cost, verify):
     assert speed(best) == pytest.approx(max(map(speed, range(5))))
     for k in range(5):
         assert drafting.draft_speed(acceptance, k, cost, verify) == pytest.approx(speed(k))
+
+
+@pytest.mark.parametrize(
+    "shares, expected",
+    [
+        ((None, None), 2),  # the engine finds out
+        ((0.9, 0.9), 2),
+        ((0.01, 0.99), 6),
+        ((0.01, 0.1), None),
+        ((0.01, None), 6),
+    ],
+)
+def test_the_exit_that_drafts_promises_most(shares, expected):
+    def speed(exit):
+        alone, options = CONFIG.replace(exits=(exit,)), EngineOptions("speculative")
+        cost, verify = draft_cost(alone, options), verify_cost(alone, options, 1)
+        return max(
+            tokens_of_a_step(exit.acceptance, k) / (1 + cost * k + verify[0] + verify[1] * (k - 1))
+            for k in range(1, 5)
+        )
+
+    exits = tuple(
+        dataclasses.replace(e, acceptance=share)
+        for e, share in zip(CONFIG.exits, shares, strict=True)
+    )
+    speeds = {e.boundary: speed(e) for e in exits if e.acceptance is not None}
+    assert drafting.drafting_exit(CONFIG.replace(exits=exits)) == expected
+    paying = {b: s for b, s in speeds.items() if s > 1}
+    assert expected == max(paying, key=paying.get) if paying else expected not in speeds
 
 
 def test_a_prediction_counted_by_hand():

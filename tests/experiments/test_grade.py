@@ -79,6 +79,8 @@ def test_a_result_has_every_part(graded):
     said, result, _ = graded
     model = result["model"]
     assert (model["layers"], model["width"], model["own_exits"]) == (3, 16, [1, 2])
+    assert model["own_vocabularies"] == [257, 257]
+    assert f"exit after layer 2: {1e3 * result['times']['heads'][1]:.3g} ms for 257 tokens" in said
     assert 3 * model["layer_share"] + model["head_share"] == pytest.approx(1)
     times = result["times"]
     assert times["layer"] > 0 and len(times["heads"]) == 3 and times["rows"][0] == [1, 1.0]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
+from unittest import mock
 
+import launchers
 import pytest
 from endings import ended
 from matplotlib.image import imread
@@ -28,9 +30,12 @@ def quickstart(tmp_path_factory):
     (folder / "run" / "grade.json").write_text(json.dumps({"verdict": {"sentence": SENTENCE}}))
     (folder / "run" / "grade.html").touch()
     run = functools.partial(launch, folder)
-    done = run()
-    assert done.status == 0, done.err
-    return folder / "run", done, run
+    module = launchers.functions_of(COMMAND)
+    # A short one and a long one; each length of a cache is programs of its own.
+    with mock.patch.object(module, "QUESTIONS", module.QUESTIONS[2:5:2]):
+        done = run()
+        assert done.status == 0, done.err
+        yield folder / "run", done, run
 
 
 def launch(folder, *flags):
@@ -57,6 +62,9 @@ def test_its_summary_is_consistent(quickstart):
     for way in summary["ways"].values():
         assert way["low"] <= way["speed"] <= way["high"] and 0 <= way["same"] <= 1
     assert summary["verdict"] == SENTENCE
+    exit = summary["draft_exit"]
+    drafts = "Drafts from the text" if exit is None else f"Drafts of the exit after layer {exit}"
+    assert exit in (None, 1, 3) and drafts in done.out
     assert "all tokens are the full model's" in done.out
 
 

@@ -13,7 +13,7 @@ from near_ties import TIE, assert_same
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.decoding import decode, default_plan
-from eejax.inference.generate import decode_size, prefill
+from eejax.inference.generate import cache_length, decode_size, prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import RequestRows
@@ -75,6 +75,35 @@ def test_stops_of_like_number_and_buckets_as_a_list_do_not_recompile(model, prom
     again = Generator.make(p, config, SMALL)
     again.generate(asked, 12, threshold=0.5)
     assert not compiled
+
+
+def test_a_conversation_compiles_no_more_until_its_cache_doubles(model, prompts, compiled):
+    p, config = model
+    g = Generator.make(p, config.replace(context_length=600), "full")
+
+    def answer(n):
+        *_, last = g.stream(prompts(1, [n]), 9, growing=True)
+        return last.ids(0)
+
+    first = answer(130)
+    compiled.clear()
+    for n in (140, 200, 250):
+        answer(n)
+    assert not compiled
+    answer(260)
+    assert compiled
+    assert first == g.generate(prompts(1, [130]), 9).ids(0)
+
+
+@given(st.integers(1, 5000), st.integers(1, 64))
+def test_caches_hold_their_requests_and_have_few_lengths(tokens, cap):
+    options = EngineOptions(cap=cap)
+    need = tokens + max(cap, 4)
+    length, grown = (cache_length(tokens, options, most) for most in (None, 5000))
+    assert need <= length < need + max(128, need / 4) and need <= grown <= max(512, 2 * need)
+    assert len({cache_length(n, options) for n in range(1025, 2049)}) <= 6
+    assert len({cache_length(n, options, 5000) for n in range(1025, 2049)}) <= 2
+    assert cache_length(tokens, options, tokens) < need + 128
 
 
 def reference_greedy(p, config, prompt, n, thresholds):
@@ -450,7 +479,7 @@ def test_exits_whose_logits_are_nan_emit_nothing(model, prompts, options):
 
 
 def test_summary_and_colors(model, prompts):
-    r = Generator.make(*model, SMALL).generate(prompts(0, [8, 8]), 15, threshold=0.4)
+    r = Generator.make(*model, SMALL).generate(prompts(0, [8, 8]), 15, threshold=0.3)
     text = r.summary()
     assert text.startswith("30 tokens") and all(
         f"  {n}  " in text for n in ("exit   1", "exit   3", "final  5")

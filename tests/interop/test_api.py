@@ -159,16 +159,32 @@ def test_drafts_of_any_model_write_the_full_models_text(small_run, own_exits):
     assert result.boundaries[result.boundaries >= 0].min() == model.config.n_layers
     kept = len(model.cache)
     assert model.generate("class B:", 40, draft_exit=2, **on)[0] and len(model.cache) == kept
-    # By the lowest exit; of a model without exits, from the text alone.
+    # By the lowest exit, as none is known; of a model without exits, from the text alone.
     text, result = model.generate("class A:", 40, engine="speculative", **on)
     assert text == full and (own_exits or 0 < result.accepted.sum())
-    drafts = [o.max_drafts for o in model.cache if getattr(o, "draft_exit", 2) is None and o.lookup]
-    assert drafts == [4 if own_exits else 0]
+    made = [(o.draft_exit, o.max_drafts) for o in model.cache if getattr(o, "lookup", 0)]
+    assert made == [(2, 4), (1, 4) if own_exits else (None, 0)]
     with pytest.raises(ConfigError, match="draft_exit = 3: must be a number of layers in 0..2"):
         model.generate("class A:", draft_exit=3)
     for other in (dict(threshold=0.5), dict(engine="full"), dict(agreement=0.9)):
         with pytest.raises(ConfigError, match="draft_exit = 2: must be None beside"):
             model.generate("class A:", draft_exit=2, **other)
+
+
+def test_the_exit_that_promises_most_drafts(small_run):
+    model = eejax.load(small_run)
+
+    def chosen(*shares):
+        exits = zip(model.config.exits, shares, strict=True)
+        exits = tuple(dataclasses.replace(e, acceptance=share) for e, share in exits)
+        one = dataclasses.replace(model, config=model.config.replace(exits=exits))
+        _, result = one.generate("class A:", 8, engine="speculative", stop_token_ids=())
+        (options,) = [o for o in one.cache if getattr(o, "engine", "") == "speculative"]
+        assert result.lengths[0] == 8
+        return options.draft_exit, options.max_drafts
+
+    assert chosen(0.99, 0.5) == (1, 4) and chosen(0.1, 0.99) == (2, 4)
+    assert chosen(0.1, 0.1) == (None, 0)
 
 
 def test_a_threshold_without_exits_is_told(small_run):
