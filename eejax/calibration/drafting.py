@@ -70,24 +70,23 @@ def drafting_exit(config: ModelConfig) -> int | None:
     by the engine's costs on this device. If none of them is faster than the full model, it is the
     lowest exit whose acceptance is not known: the engine finds out while it decodes.
     """
-    speeds, unknown = {}, []
-    for exit in config.exits:
-        if exit.acceptance is None:
-            unknown.append(exit.boundary)
-        else:
-            cost, verify, most = engine_costs(config, exit)
-            drafts = number_of_drafts(exit.acceptance, cost, verify, most)
-            speeds[exit.boundary] = draft_speed(exit.acceptance, drafts, cost, verify)
+    early = [e for e in config.exits if e.boundary < config.n_layers]
+    speeds = {}
+    for e in early:
+        if e.acceptance is not None:
+            cost, verify, most = engine_costs(config, e)
+            drafts = number_of_drafts(e.acceptance, cost, verify, most)
+            speeds[e.boundary] = draft_speed(e.acceptance, drafts, cost, verify)
     best = max(speeds, key=speeds.__getitem__, default=None)
     if best is not None and speeds[best] > 1:
         return best
-    return min(unknown, default=None)
+    return min((e.boundary for e in early if e.acceptance is None), default=None)
 
 
-def engine_costs(config: ModelConfig, exit: ExitConfig) -> tuple[float, tuple[float, float], int]:
+def engine_costs(config: ModelConfig, own: ExitConfig) -> tuple[float, tuple[float, float], int]:
     """Return the engine's (cost, verify) of `draft_speed` for an exit, and its most drafts."""
-    options = EngineOptions("speculative", draft_exit=exit.boundary)
-    alone = config.replace(exits=(exit,))
+    options = EngineOptions("speculative", draft_exit=own.boundary)
+    alone = config.replace(exits=(own,))
     return draft_cost(alone, options), verify_cost(alone, options, 1), options.max_drafts
 
 

@@ -73,6 +73,11 @@ def test_the_exit_that_drafts_promises_most(shares, expected):
     assert expected == max(paying, key=paying.get) if paying else expected not in speeds
 
 
+def test_an_exit_above_all_layers_drafts_nothing():
+    assert drafting.drafting_exit(CONFIG.replace(exits=(ExitConfig(8),))) is None
+    assert drafting.drafting_exit(CONFIG.replace(exits=())) is None
+
+
 def test_a_prediction_counted_by_hand():
     """Four drafts after 2 of 8 layers: 5 rows go through 6 layers and the final head at once."""
     found = drafting.predict_drafts(CONFIG, TIMES, 0, 0.9, tuned=True)
