@@ -87,6 +87,7 @@ def data(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_scores_and_speeds_stand_beside_thresholds(tmp_path, data):
     folder = tmp_path / "model"
     tiny_chat().tune(tokens=400, length=32, passes=1, watch=lambda line: None).save(folder)

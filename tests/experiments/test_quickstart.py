@@ -31,8 +31,8 @@ def quickstart(tmp_path_factory):
     (folder / "run" / "grade.html").touch()
     run = functools.partial(launch, folder)
     module = launchers.functions_of(COMMAND)
-    # A short one and a long one; each length of a cache is programs of its own.
-    with mock.patch.object(module, "QUESTIONS", module.QUESTIONS[2:5:2]):
+    # Two of one length: each length of a prompt has programs of its own.
+    with mock.patch.object(module, "QUESTIONS", module.QUESTIONS[2:4]):
         done = run()
         assert done.status == 0, done.err
         yield folder / "run", done, run

@@ -15,6 +15,7 @@ from eejax.data.tokenizers import ByteTokenizer
 from eejax.inference import EngineOptions, generate
 from eejax.inference.scoring import score
 from eejax.inference.weights import prepare
+from eejax.interop.api import drafting_generator
 from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.tuning import states, tuning
@@ -178,9 +179,7 @@ def test_the_exit_that_promises_most_drafts(small_run):
         exits = zip(model.config.exits, shares, strict=True)
         exits = tuple(dataclasses.replace(e, acceptance=share) for e, share in exits)
         one = dataclasses.replace(model, config=model.config.replace(exits=exits))
-        _, result = one.generate("class A:", 8, engine="speculative", stop_token_ids=())
-        (options,) = [o for o in one.cache if getattr(o, "engine", "") == "speculative"]
-        assert result.lengths[0] == 8
+        options = drafting_generator(one).options
         return options.draft_exit, options.max_drafts
 
     assert chosen(0.99, 0.5) == (1, 4) and chosen(0.1, 0.99) == (2, 4)
