@@ -121,8 +121,8 @@ def _reason(
     fastest = prediction.fastest_point([p for ps in free.values() for p in ps], TARGETS[0])
     if fastest is not None and fastest.speed >= WORTH_OF_HEADS:
         return "heads", (
-            f"the head of an exit takes as long as {times.heads[-1] / times.layer:.1f} of "
-            f"{n_layers} layers; with heads that cost nothing, decoding would be "
+            f"the head of an exit takes as long as {times.heads[-1] / times.layer:.1f} layers (the "
+            f"model has {n_layers}); with heads that cost nothing, decoding would be "
             f"{fastest.speed:.2f} times as fast at {TARGETS[0]:.0%} agreement"
         )
     middle = min(depths[:-1], key=lambda d: abs(2 * d.boundary - n_layers))

@@ -192,7 +192,7 @@ def speed(way, middle, low, predicted=1.2):
         ([speed("gate", 1.5, 1.4), speed("drafts", 1.3, 1.2)], GATE, "gate", "", ", and "),
         # What the text drafts itself is no merit of an exit.
         ([speed(LOOKUP, 2, 1.9, None)], None, LOOKUP, "heads", "itself do .2.00 times"),
-        ([speed(LOOKUP, 1, 0.9, None)], None, None, "heads", "as long as 6.0 of 4 layers"),
+        ([speed(LOOKUP, 1, 0.9, None)], None, None, "heads", "6.0 layers .the model has 4"),
         ([speed("drafts", 1.1, 0.9)], None, None, "measured", r"should decode 1.20 .* took 1.10"),
         ([], None, None, "heads", "heads that cost nothing"),
     ],

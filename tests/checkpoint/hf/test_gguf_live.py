@@ -76,11 +76,13 @@ def test_greedy_answers_to_twenty_chats(model, theirs, eejax_data):
     asked = [json.loads(line)["turns"][0] for line in random.Random(1).sample(lines, 60)]
     asked = [text for text in asked if len(text) < 600][:20]
     assert len(asked) == 20
-    template = ChatTemplate(*find(model.source, model.tokenizer))
+    form = find(model.source, model.tokenizer)  # the base model of Gemma has none
     generator = Generator.make(model.params, model.config, "full")
     for text in asked:
-        asked_for = template.render([{"role": "user", "content": text}])
-        ids = model.tokenizer.encode_marked(asked_for).tolist()
+        ids = model.tokenizer.encode(text).tolist()
+        if form is not None:
+            asked_for = ChatTemplate(*form).render([{"role": "user", "content": text}])
+            ids = model.tokenizer.encode_marked(asked_for).tolist()
         ours = generator.generate([ids], NEW, stop_token_ids=model.tokenizer.end_ids)
         with torch.no_grad():
             found = theirs.generate(
@@ -117,6 +119,7 @@ def test_ten_thousand_odd_strings(name, model, file):
         expected = [
             i for part in parts for i in theirs("".join(part), add_special_tokens=False).input_ids
         ]
+        expected = [model.tokenizer.bos_id] * model.tokenizer.adds_bos + expected
         if model.tokenizer.encode(text, allow_special=True).tolist() != expected:
             differ.append(text)
     assert not differ
