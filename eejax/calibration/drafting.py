@@ -71,23 +71,24 @@ def drafting_exit(config: ModelConfig) -> int | None:
     lowest exit whose acceptance is not known: the engine finds out while it decodes.
     """
     early = [e for e in config.exits if e.boundary < config.n_layers]
-    speeds = {}
-    for e in early:
-        if e.acceptance is not None:
-            cost, verify, most = engine_costs(config, e)
-            drafts = number_of_drafts(e.acceptance, cost, verify, most)
-            speeds[e.boundary] = draft_speed(e.acceptance, drafts, cost, verify)
+    speeds = {
+        e.boundary: engine_drafts(config, e, e.acceptance)[1]
+        for e in early
+        if e.acceptance is not None
+    }
     best = max(speeds, key=speeds.__getitem__, default=None)
     if best is not None and speeds[best] > 1:
         return best
     return min((e.boundary for e in early if e.acceptance is None), default=None)
 
 
-def engine_costs(config: ModelConfig, own: ExitConfig) -> tuple[float, tuple[float, float], int]:
-    """Return the engine's (cost, verify) of `draft_speed` for an exit, and its most drafts."""
+def engine_drafts(config: ModelConfig, own: ExitConfig, acceptance: float) -> tuple[int, float]:
+    """Return (the drafts of an exit that the engine makes, their speed), by the engine's costs."""
     options = EngineOptions("speculative", draft_exit=own.boundary)
     alone = config.replace(exits=(own,))
-    return draft_cost(alone, options), verify_cost(alone, options, 1), options.max_drafts
+    costs = draft_cost(alone, options), verify_cost(alone, options, 1)
+    drafts = number_of_drafts(acceptance, *costs, options.max_drafts)
+    return drafts, draft_speed(acceptance, drafts, *costs)
 
 
 def predict_drafts(
@@ -103,15 +104,14 @@ def predict_drafts(
       tuned: see `DraftPrediction`.
     """
     own = config.exits[e]
-    cost, verify, most = engine_costs(config, own)
-    drafts = number_of_drafts(acceptance, cost, verify, most)
+    drafts, speed = engine_drafts(config, own, acceptance)
     timed, one = (timed_costs(config, times, e, k) for k in (drafts, 1))
     return DraftPrediction(
         own.boundary,
         tuned,
         acceptance,
         drafts,
-        draft_speed(acceptance, drafts, cost, verify),
+        speed,
         draft_speed(acceptance, drafts, *timed),
         draft_speed(acceptance, 1, *one),
     )

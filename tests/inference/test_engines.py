@@ -96,14 +96,18 @@ def test_a_conversation_compiles_no_more_until_its_cache_doubles(model, prompts,
 
 
 @given(st.integers(1, 5000), st.integers(1, 64))
-def test_caches_hold_their_requests_and_have_few_lengths(tokens, cap):
+def test_caches_hold_their_requests_and_little_more(tokens, cap):
     options = EngineOptions(cap=cap)
     need = tokens + max(cap, 4)
     length, grown = (cache_length(tokens, options, most) for most in (None, 5000))
     assert need <= length < need + max(128, need / 4) and need <= grown <= max(512, 2 * need)
-    assert len({cache_length(n, options) for n in range(1025, 2049)}) <= 6
-    assert len({cache_length(n, options, 5000) for n in range(1025, 2049)}) <= 2
     assert cache_length(tokens, options, tokens) < need + 128
+
+
+def test_caches_have_few_lengths():
+    options = EngineOptions()
+    assert {cache_length(n, options) for n in range(1009, 2033)} == {1280, 1536, 1792, 2048}
+    assert {cache_length(n, options, 5000) for n in range(1009, 2033)} == {2048}
 
 
 def reference_greedy(p, config, prompt, n, thresholds):

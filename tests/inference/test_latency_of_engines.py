@@ -50,7 +50,7 @@ def test_ticks_of_the_engine_are_those_of_stages_with_parts_of_one_length(subset
 def test_recomputing_takes_the_layers_that_the_engine_reports(subset, prompts, cap):
     p, config = subset((1, 3))
     g = Generator.make(p, config, EngineOptions("recompute", cap=cap, buckets=(2,)))
-    r = g.generate(prompts(3, [7]), 40, threshold=0.3)
+    r = g.generate(prompts(3, [7]), 41, threshold=0.3)
     times = ForwardTimes((1.0,) * config.n_layers, (0.0,) * 3)
     got = recompute(r.exits[0, 1:], config, times, cap=cap)
     # Nobody waits for the layers above the last token, which the engine leaves out.
