@@ -120,7 +120,7 @@ def exits(config, params, prompt) -> dict:
 
     runs = [lambda _, i=i: finish(i) for i in range(n + 1)]
     seconds = interleave(runs, _PAIRS.value, time.perf_counter, before=start)
-    length = positions_read(len(prompt), room["cap"])
+    length = positions_read(len(prompt), config.context_length, room["cap"])
     full = bytes_per_token(params, config, config.n_layers, length)
     result, worst = {"ms_per_token_full": 1e3 * float(np.median(seconds[0])) / _NEW.value}, []
     for i, depth in enumerate(DEPTHS, 1):
@@ -136,7 +136,7 @@ def exits(config, params, prompt) -> dict:
     return result | {"exit_efficiency": min(worst), "pairs": _PAIRS.value}
 
 
-def positions_read(prompt: int, cap: int) -> float:
+def positions_read(prompt: int, context: int, cap: int) -> float:
     """Return the positions of the caches that a step reads.
 
     They are all that a generation allocates, or, by a GPU's kernel, those that are filled, on
@@ -148,7 +148,7 @@ def positions_read(prompt: int, cap: int) -> float:
 
     if call.by_kernels():
         return prompt + (_NEW.value + 1) / 2
-    return cache_length(prompt + _NEW.value + 1, EngineOptions(cap=cap))
+    return cache_length(prompt + _NEW.value + 1, context, EngineOptions(cap=cap))
 
 
 def bytes_per_token(params, config, depth: int, length: float) -> float:

@@ -122,7 +122,7 @@ def measure(model, chosen: dict, prompts: list, pairs: int) -> dict:
     names, widths = list(timed), (1, *usual.slots_for(1)[0].buckets)
     # Segments are timed in the same turns, as a shared machine has slow and fast minutes.
     segments, read = step_costs.segment_runs(
-        usual.weights, config, widths, cache_length(length, usual.options)
+        usual.weights, config, widths, cache_length(length, config.context_length, usual.options)
     )
 
     launch.say("compiling ...")

@@ -150,7 +150,8 @@ def prompts(model) -> dict[str, list[list[int]]]:
     for category, text in questions():
         ids = encode(text)
         if len(ids) <= longest:
-            by_program.setdefault(category, {}).setdefault(program(ids, _NEW.value), []).append(ids)
+            one = program(model.config, ids, _NEW.value)
+            by_program.setdefault(category, {}).setdefault(one, []).append(ids)
     named = _CATEGORIES.value or list(by_program)
     if unknown := [name for name in named if name not in by_program]:
         from eejax.common.errors import ConfigError
@@ -212,12 +213,12 @@ def run(
     generators, chosen: dict[str, list[list[int]]], ends: Sequence[int], temperature: float
 ) -> tuple[dict[str, CategoryRuns], int]:
     """Time every prompt in every way: (runs by category, tokens that are not those of "full")."""
-    differ, compiled = 0, set()
+    config, differ, compiled = generators[FULL].config, 0, set()
     found = {name: CategoryRuns.of(list(generators)) for name in chosen}
     for name, asked in chosen.items():
         for number, ids in enumerate(asked):
             for i in range(-1, _RUNS.value):
-                if i < 0 and program(ids, _NEW.value) in compiled:
+                if i < 0 and program(config, ids, _NEW.value) in compiled:
                     continue
                 order = list(generators) if (number + i) % 2 == 0 else list(reversed(generators))
                 results = {}
@@ -236,7 +237,7 @@ def run(
                         found[name].add(way, seconds, result)
                     want = results[FULL][1].ids(0)
                     differ += sum(unequal(want, r.ids(0)) for _, r in results.values())
-            compiled.add(program(ids, _NEW.value))
+            compiled.add(program(config, ids, _NEW.value))
         kind = "greedy" if temperature == 0 else f"temperature {temperature}"
         launch.say(json.dumps({name: found[name].summary(), "kind": kind}))
     return found, differ
@@ -266,9 +267,9 @@ def against_transformers(full, chosen, threads: int) -> dict[str, Any]:
     ways: dict[str, Callable[[list[int]], list[int]]] = {"ours": ours, "theirs": theirs}
     compiled = set()
     for ids in (ids for asked in chosen.values() for ids in asked):
-        if program(ids, _NEW.value) not in compiled:
+        if program(full.config, ids, _NEW.value) not in compiled:
             ours(ids)
-        compiled.add(program(ids, _NEW.value))
+        compiled.add(program(full.config, ids, _NEW.value))
         got = {}
         for way, generate in ways.items():
             time.sleep(0.3)  # torch's threads spin a while after their work

@@ -223,7 +223,8 @@ def answered(model, generators: dict[str, tuple[Any, dict]], name: str) -> dict[
         text = record.text
         ids = tokenizer.encode(text).tolist() if task.continues else encode(text)
         if len(ids) <= room:
-            by_program.setdefault(program(ids, task.new), []).append((ids, record))
+            one = program(model.config, ids, task.new)
+            by_program.setdefault(one, []).append((ids, record))
     asked = max(by_program.values(), key=len, default=[])[: _RECORDS.value]
     if len(asked) < 2:
         raise DataError(f"{task.title}: fewer than 2 prompts have at most {room} tokens.")

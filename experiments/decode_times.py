@@ -30,13 +30,15 @@ class TimedDecoding:
         self.results.append(result)
 
 
-def program(ids: Sequence[int], new: int) -> tuple[int, int]:
+def program(config, ids: Sequence[int], new: int) -> tuple[int, int]:
     """Return the lengths of prompt and cache that a generator's programs are compiled for."""
+    from eejax.common.lengths import padded_length
     from eejax.inference import EngineOptions
     from eejax.inference.generate import cache_length
 
-    width = 1 << max(len(ids) - 1, 15).bit_length()
-    return width, cache_length(max(width, len(ids) + new), EngineOptions())
+    width = padded_length(len(ids), config.context_length)
+    tokens = max(width, len(ids) + new)
+    return width, cache_length(tokens, config.context_length, EngineOptions())
 
 
 def with_layers_of(one, other):

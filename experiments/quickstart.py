@@ -265,7 +265,7 @@ def measure(tuned, talk, threshold: float) -> tuple[dict[str, TimedWay], dict[st
     }
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     answers: dict[str, list] = {name: [] for name in runs}
-    for ids in {program(ids, _NEW.value): ids for ids in asked}.values():
+    for ids in {program(tuned.config, ids, _NEW.value): ids for ids in asked}.values():
         for run in runs.values():  # compiled, and not timed
             run(ids)
     if (theirs := peer()) is not None:  # it writes as many tokens as the full model

@@ -34,6 +34,7 @@ from eejax.sharding.mesh import MeshConfig, check_batch
 STREAM_CHUNK = 16  # steps per call while streaming or looking for stop strings
 DECODE_STEPS = 128  # steps that the decoding loop is compiled for; it runs any number up to this
 LENGTH_STEP = 128  # positions of cache come in multiples of this, so that few programs are compiled
+LENGTH_UNIT = 16  # the longest cache is a multiple of this
 GROWING_LENGTH = 512  # least positions of cache for prompts that grow
 
 
@@ -164,7 +165,7 @@ class Decoder(abc.ABC):
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         request = RequestRows.make(config, lengths, max_new, policy, sampling, stop_token_ids)
         most = int(max(tokens.shape[1], (lengths + max_new).max()))
-        length = cache_length(most, options, config.context_length if growing else None)
+        length = cache_length(most, config.context_length, options, growing)
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else int(max_new.max())
         chunk = min(chunk, max(1, int(max_new.max())))  # a loop has room for all steps of a chunk
@@ -275,17 +276,18 @@ def decode_size(steps: int) -> int:
     return max(DECODE_STEPS, power_of_two(steps))
 
 
-def cache_length(tokens: int, options: EngineOptions, grows_to: int | None = None) -> int:
+def cache_length(tokens: int, context: int, options: EngineOptions, growing: bool = False) -> int:
     """Return the positions of cache for requests of `tokens` tokens, prompts included.
 
     There is room behind the tokens for whole spans, and for all rows that wait at once. Attention
     reads all positions of a short cache, and every length is a program to compile, so there are at
-    most four lengths from a power of two to the next. For requests that grow, up to `grows_to`
-    tokens, there is one.
+    most four lengths from a power of two to the next, and one for requests that grow. No cache is
+    longer than the context needs.
     """
     behind = max(SPAN, options.cap)
     rows = tokens + behind
-    if grows_to is None:
-        return round_up(rows, max(LENGTH_STEP, power_of_two(rows) // 8))
-    grown = power_of_two(max(rows, GROWING_LENGTH))
-    return max(round_up(rows, LENGTH_STEP), min(grown, round_up(grows_to + behind, LENGTH_STEP)))
+    if growing:
+        step = power_of_two(max(rows, GROWING_LENGTH))
+    else:
+        step = max(LENGTH_STEP, power_of_two(rows) // 8)
+    return min(round_up(rows, step), round_up(context + behind, LENGTH_UNIT))

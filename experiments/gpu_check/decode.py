@@ -195,7 +195,8 @@ def cache_length(prompt: int, new: int, context: int, options) -> int:
     from eejax.common.lengths import padded_length
     from eejax.inference import generate
 
-    return generate.cache_length(max(padded_length(prompt, context), prompt + new), options)
+    tokens = max(padded_length(prompt, context), prompt + new)
+    return generate.cache_length(tokens, context, options)
 
 
 def positions_read(prompt: int, new: int) -> float:
