@@ -211,7 +211,8 @@ def _kept(program: Program, rows: int) -> _SavedBytes:
     state. Weights are cast in advance, so that their copies can be told from inputs: a weight that
     is cast already is not cast again.
     """
-    experiment, scope, config = program.experiment, program.scope, program.scope.config
+    experiment, scope = program.experiment, program.scope
+    config = scope.config.replace(dropout=0.0)
     mesh, layout = program.mesh, experiment.mesh
     declared = scope.declarations()
     specs = tuple(rules.specs(d, mesh, layout.params_over) for d in declared)
@@ -228,15 +229,19 @@ def _kept(program: Program, rows: int) -> _SavedBytes:
         if experiment.data.document_masks:
             documents = {"positions": tokens, "segment_ids": tokens}
         trained, frozen = map(local_parameters, (trained, frozen), specs)
-        copies, held = cast(trained), cast(frozen)
+        copies, constant = cast(trained), cast(frozen)
+        keys = None
+        if experiment.loss.exit_tokens < 1:
+            keys = jax.random.split(jax.random.key(0), len(tokens))
 
         def loss(p):
             return multi_exit_loss(
-                join(held, p),
+                join(constant, p),
                 config,
                 tokens,
                 tokens,
                 weights,
+                dropout_keys=keys,
                 axes=mesh_axes(mesh, layout),
                 remat=experiment.train.remat,
                 which=scope.which,
@@ -247,7 +252,7 @@ def _kept(program: Program, rows: int) -> _SavedBytes:
         kept = new_leaves(
             jax.vjp(loss, copies, has_aux=True)[1], (trained, frozen, tokens, weights)
         )
-        activations = new_leaves(kept, (copies, held))
+        activations = new_leaves(kept, (copies, constant))
         return _SavedBytes(nbytes(new_leaves(kept, activations)), nbytes(activations))
 
     shapes = (*map(_structs, declared), tokens, weights)

@@ -18,7 +18,15 @@ from eejax.train.config import DataConfig, ExitWeights, Experiment, TrainConfig,
 
 
 def experiment(
-    remat="dots", layers=4, b=4, t=128, microbatches=1, data=1, distillation=0.0, **model
+    remat="dots",
+    layers=4,
+    b=4,
+    t=128,
+    microbatches=1,
+    data=1,
+    distillation=0.0,
+    exit_tokens=1.0,
+    **model,
 ):
     config = dict(
         vocab_size=512,
@@ -36,7 +44,7 @@ def experiment(
         data=DataConfig(length=t),
         train=TrainConfig(batch_size=b, microbatches=microbatches, remat=remat),
         exit_weights=ExitWeights((0.5,) * len((config | model)["exits"])),
-        loss=LossObjective(distillation=distillation),
+        loss=LossObjective(distillation=distillation, exit_tokens=exit_tokens),
         mesh=MeshConfig(data=data),
     )
 
@@ -105,6 +113,7 @@ CASES = [
     ("dots", dict(vocab_size=8192, t=64, b=16, data=2)),
     pytest.param("dots", dict(t=512), marks=pytest.mark.slow),
     ("dots", dict(vocab_size=8192, t=64, b=16, distillation=0.5)),
+    ("dots", dict(vocab_size=8192, t=64, b=16, exit_tokens=0.25)),
     pytest.param(
         "dots", dict(vocab_size=8192, t=256, b=8, distillation=0.5), marks=pytest.mark.slow
     ),
