@@ -30,7 +30,7 @@ from eejax.inference.request import (
     require_new_id,
 )
 from eejax.inference.sampling import SamplingParams
-from eejax.inference.scheduler import StepLoop
+from eejax.inference.scheduler import StepLoop, check_stop_tokens
 from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.inference.state import RequestRows
 
@@ -137,6 +137,7 @@ class Fleet(StepLoop):
         require(request.policy is None, "policy", request.policy, f"must be None: {CHOOSES}")
         if request.objective is not None:
             require_one_of("objective", request.objective, OWN)
+        check_stop_tokens(request.stop_token_ids)
         for name, member in self.pool.members.items():
             require(
                 request.logits_params is None or member.options.logits_params,

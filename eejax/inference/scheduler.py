@@ -77,6 +77,16 @@ class ScheduledRequest:
 E = TypeVar("E", bound=Engine)
 
 
+def check_stop_tokens(ids: Sequence[int]) -> None:
+    """Check that a slot has room for a request's stop tokens.
+
+    Raises:
+      ConfigError: for more than `MAX_STOP_TOKENS`.
+    """
+    allowed = f"must be at most {MAX_STOP_TOKENS} of them"
+    require(len(ids) <= MAX_STOP_TOKENS, "stop_token_ids", ids, allowed)
+
+
 class StepLoop(abc.ABC):
     """Base class of schedulers that serve requests step by step until they are `idle`."""
 
@@ -164,12 +174,7 @@ class Scheduler(StepLoop, Generic[E]):
         text = [*prompt, *(t.id for t in tokens)]
         check_prompts([text], config, self.engine.context)
         require(len(tokens) < most, "tokens", f"{len(tokens)}", f"must be fewer than {most}")
-        require(
-            len(request.stop_token_ids) <= MAX_STOP_TOKENS,
-            "stop_token_ids",
-            request.stop_token_ids,
-            f"must be at most {MAX_STOP_TOKENS} of them",
-        )
+        check_stop_tokens(request.stop_token_ids)
         row = RequestRows.make(
             config,
             [len(prompt)],

@@ -463,3 +463,10 @@ def test_shaping_that_no_member_takes_is_told_at_once(model):
     with pytest.raises(ConfigError, match="logits_params = .*: must be None: m takes none"):
         add(fleet, [1], 2, logits_params=LogitsParams.make(257, top_logprobs=1))
     assert fleet.idle
+
+
+def test_stop_tokens_that_no_slot_takes_are_told_at_once(model):
+    fleet, _ = fleet_of(model)
+    with pytest.raises(ConfigError, match="stop_token_ids = .*: must be at most 8 of them"):
+        add(fleet, [1, 2], NEW, stop_token_ids=tuple(range(9)))
+    assert fleet.idle
