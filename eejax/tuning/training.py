@@ -86,7 +86,7 @@ class TunedExits(NamedTuple):
     """Trained exits.
 
     Attributes:
-      exits: parameters of each exit by its name.
+      exits: parameters of each exit by its name; trained ones are float32.
       before, after: quality of each exit as it was and as it is.
       tokens: positions that exits were trained at, all passes together.
     """
@@ -177,9 +177,10 @@ def described(qualities: Sequence[ExitQuality]) -> str:
 
 
 def _split(tree: Tree) -> tuple[Tree, Tree]:
-    """Return (trained, frozen) parameters of an exit."""
+    """Return (trained, frozen) parameters of an exit, of which the trained ones are float32."""
     frozen = {name: leaf for name, leaf in tree.items() if name in FROZEN}
-    return {name: leaf for name, leaf in tree.items() if name not in FROZEN}, frozen
+    trained = {name: leaf for name, leaf in tree.items() if name not in FROZEN}
+    return jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), trained), frozen
 
 
 def _optimizer(config, options: TuningOptions, steps: int, trained: Tree):

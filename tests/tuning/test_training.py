@@ -141,6 +141,18 @@ def test_the_best_pass_is_kept(whole, stored):
     assert all(a.loss < b.loss for a, b in zip(better.after, better.before, strict=True))
 
 
+def test_a_bfloat16_model_is_tuned_in_float32(whole, stored):
+    config = CONFIG.replace(dtype="bfloat16")
+    model = params.for_compute(whole, jnp.bfloat16)
+    one = dataclasses.replace(stored, boundaries=(2,), states=stored.states[2:])
+    options = TuningOptions(passes=2, windows=3, learning_rate=1e-3, predictions=V)
+    found = train_exits(model, config, one, options, watch=quiet).exits["exit_2"]
+    assert found.pop("head").dtype == jnp.bfloat16  # a head is not trained
+    assert {a.dtype for a in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+    up = found["mlp"]["up"]
+    assert (up != up.astype(jnp.bfloat16).astype(jnp.float32)).any()
+
+
 def test_blowing_up_is_an_error(whole, stored):
     options = TuningOptions(passes=1, learning_rate=1e38, predictions=V)
     with pytest.raises(FloatingPointError, match="lower the learning rate"):
