@@ -308,14 +308,16 @@ class Scheduler(StepLoop, Generic[E]):
             return outputs + self._step_timed(payoff) + self._take_ended()
         self._dispatch(payoff is None or payoff.exits)
         if payoff is not None and not payoff.measuring:
-            payoff.add(0.0, 1)
+            payoff.add(0.0 if self._may_leave() else None, 1)
         # The outputs of this call are read in the next step, or at once if that one may be timed.
         return self._collect(0 if self._may_time() else 1) + self._take_ended()
 
     def _may_time(self) -> bool:
         """Return whether the next call may show if exits pay: one of its requests can leave."""
-        if self.payoff is None or not self.payoff.measuring:
-            return False
+        return self.payoff is not None and self.payoff.measuring and self._may_leave()
+
+    def _may_leave(self) -> bool:
+        """Return whether a running request can leave early."""
         return any(job is not None and job.row.policy.can_leave.any() for job in self._slots)
 
     def _step_timed(self, payoff: Payoff) -> list[RequestOutput]:

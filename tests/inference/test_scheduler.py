@@ -325,6 +325,21 @@ def test_exits_are_measured_where_a_request_joins_after_every_other_call(
     assert len(scheduler.waiting) > 5
 
 
+def test_calls_in_which_nobody_can_leave_do_not_count_towards_the_next_measurement(subset, prompts):
+    p, config = subset((1, 3))
+    options = EngineOptions(cap=4, drafts=0, chunk=16, buckets=(4,))
+    engine = EarlyExitEngine.make(p, config, options, slots=1, context=64)
+    payoff = Payoff(pairs=1, calls=8)
+    for _ in range(4):
+        payoff.add(1.0, 1)
+    scheduler = Scheduler(engine, steps=2, payoff=payoff, clock=lambda: 0.0)
+    (text,) = prompts(6, [5])
+    for threshold, measuring in ((1.0, False), (0.5, True)):
+        add(scheduler, text, 30, policy=ExitPolicy.make(config, 1, threshold))
+        scheduler.run()
+        assert payoff.measuring == measuring
+
+
 def test_what_cannot_be_scheduled():
     scheduler = Scheduler(ScriptedEngine(said, CONFIG, slots=2, context=16))
     for prompt, limit, more, field in [
