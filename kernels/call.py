@@ -1,8 +1,10 @@
 """Dispatch of an op to its reference or its Triton kernel.
 
 An op is defined by its reference, a function of JAX. Its Triton kernel replaces the reference where
-a program is compiled for CUDA. Both are traced wherever jax-triton can be imported, so the choice
-is made when a program is compiled, not when it is traced.
+a program is compiled for CUDA. Where one of JAX's CUDA plugins is installed and jax-triton can be
+imported (`available`), both are traced, and the choice between them is made when the program is
+compiled. Whether a program has another form around its kernels is decided when it is traced
+(`by_kernels`).
 """
 
 from __future__ import annotations
@@ -136,9 +138,10 @@ def require_floating(name: str, a: jax.Array) -> None:
 
 
 def available() -> bool:
-    """Return whether jax-triton can be imported and the GPU, if there is one, runs its kernels.
+    """Return whether kernels are traced beside the references of ops.
 
-    Warns of a GPU older than `MIN_CAPABILITY`, which does not.
+    They are if one of `PLUGINS` is installed, jax-triton can be imported, and the GPU, if there is
+    one, runs its kernels. Warns of a GPU older than `MIN_CAPABILITY`, which does not.
 
     Raises:
       ImportError: there is a GPU, and jax-triton cannot be imported.

@@ -64,7 +64,7 @@ class TileStatistics(NamedTuple):
       peaks: [t, n] float32, the largest logit of a row within a tile.
       totals: [t, n] float32, the sum of exp(y - peak).
       picked: [n] float32, the label's logit, 0 where another shard has the label.
-      kept: [n, v] in h's dtype, or None: exp(y - peak) * dy/d(temperature * logit before the
+      kept: [n, v] in h's dtype, or None: exp(y - peak) * d(temperature * y)/d(logit before the
         softcap).
     """
 
