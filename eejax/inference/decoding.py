@@ -53,7 +53,7 @@ def step(
     options: EngineOptions,
     prompts: bool,
 ) -> tuple[EngineState, DecodeRecord]:
-    """Run a step of any engine without stages. Records are [drafts + 1, slots].
+    """Run a step of any engine without stages. Records are [options.draft_rows + 1, slots].
 
     prompts: whether requests may bring prompts that have not run.
     """
@@ -87,9 +87,9 @@ def decode(
 ) -> tuple[EngineState, DecodeRecord]:
     """Run up to `n` steps, at most `size`, in one compiled loop.
 
-    The loop stops when all requests are finished. Records are [size (drafts + 1), slots], with exit
-    -1 where no token was emitted, as in steps that did not run. `state` is donated. On a
-    mesh (`weights.mesh`), each data shard runs the steps of its own requests.
+    The loop stops when all requests are finished. Records are [size (options.draft_rows + 1),
+    slots], with exit -1 where no token was emitted, as in steps that did not run. `state` is
+    donated. On a mesh (`weights.mesh`), each data shard runs the steps of its own requests.
     """
     run = partial(step, config=config, options=options, prompts=prompts)
     mesh = weights.mesh

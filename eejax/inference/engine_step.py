@@ -156,7 +156,9 @@ def engine_step(
     options: EngineOptions,
     prompts: bool,
 ) -> tuple[EngineState, DecodeRecord]:
-    """Run every segment once, then a chunk of prompts. Records are [drafts + 1, slots].
+    """Run every segment once, then a chunk of prompts.
+
+    Records are [options.draft_rows + 1, slots].
 
     prompts: requests may bring prompts that have not run.
     """
@@ -203,7 +205,7 @@ def _take_record(state: EngineState, begun: jax.Array) -> tuple[EngineState, Dec
 
 
 def _advance_segments(runner, options, state, drafts, prompts) -> EngineState:
-    """Run the first segment, and in a conditional those above it where some slot waits for one.
+    """Run the first segment, and those above it if some slot waits for one (`run_where`).
 
     A step whose tokens all leave by the first exit schedules nothing above it, and neither does one
     that only drafts. On a GPU that saves more than the segments' own conditionals do: each takes

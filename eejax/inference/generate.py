@@ -95,7 +95,7 @@ class Decoder(abc.ABC):
 
     @abc.abstractmethod
     def _decode(self, state: Any, n: int) -> tuple[Any, DecodeRecord]:
-        """Run up to n steps: (state, records [steps (drafts + 1), b]), as `decoding.decode`."""
+        """Run up to n steps: (state, records [steps (draft_rows + 1), b]), as `decode`."""
 
     def generate(
         self,
@@ -120,9 +120,9 @@ class Decoder(abc.ABC):
     ) -> Iterator[GenerationResult]:
         """Yield the growing result: the first token, then those of `chunk` steps (None: all).
 
-        A step emits one token for each request, with drafts none or up to `options.max_drafts` + 1
-        (a single request of "speculative" always emits some). A larger `chunk`
-        returns less often, and up to that many steps may run for nothing behind a stop string.
+        A step emits one token for each request, with drafts none or up to `options.draft_rows` + 1
+        (a single request of "speculative" always emits some). A larger `chunk` returns less often,
+        and up to that many steps may run for nothing behind a stop string.
 
         Args:
           prompts: token ids, each at least one token and shorter than the context.

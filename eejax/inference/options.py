@@ -38,8 +38,8 @@ some hundreds of rows take as long as that."""
 VERIFY_COSTS = {"cpu": (0.3, 0.12), "gpu": (0.02, 0.01), "cache": (0.02, 0.02)}
 """`BatchPlan.verify_cost` by device. On a CPU products of several rows take another form than those
 of one: SmolLM2-135M in float32 on two cores takes 1.37, 1.50, 1.70, 1.78 and 2.11 of a step with 1,
-2, 3, 4 and 7 drafts. On a GPU, and where a CPU's cache holds the weights, such rows are nearly
-free."""
+2, 3, 4 and 7 drafts. Where a CPU's cache holds the weights, such rows are nearly free. For a GPU
+the pair is an assumption: "speculative" was not measured there."""
 CACHE_BYTES = 2**26  # of a CPU, roughly
 
 
@@ -69,8 +69,8 @@ class EngineOptions:
         row runs in place, all drafts with the row before them replace the one row.
       chunk: prompt tokens of a step, where prompts run beside requests that decode. None: as many
         as the device runs well together (`CHUNKS`), at most the model's context.
-      drafts: maximum tokens of a request that an exit drafts past an undecided one, and at most
-        cap - 1; by default 4 with "speculative", else none. A request may have fewer
+      drafts: maximum tokens of a request that an exit drafts past an undecided one; by default 4
+        with "speculative", else none. No more than cap - 1 are made, and a request may have fewer
         (`ExitPolicy.drafts`).
       adapt: "speculative" drafts fewer tokens, or none, for a request whose drafts are rarely
         accepted.
