@@ -41,7 +41,7 @@ class ControllerRules(FrozenMappings):
 
     @property
     def allowed(self) -> float:
-        """Maximum share of tokens that may differ from the whole model's."""
+        """Maximum mean shortfall of answers, which is 1 minus their quality."""
         return 1.0 - self.objective.limits.get("accuracy", 0.0)
 
 

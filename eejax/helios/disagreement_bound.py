@@ -1,4 +1,4 @@
-"""Bounds on how often tokens differ from the whole model's, from judged answers."""
+"""Bounds on the mean shortfall of answers, which is 1 minus their quality, from judged answers."""
 
 from __future__ import annotations
 

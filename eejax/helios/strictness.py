@@ -17,7 +17,7 @@ class Strictness:
     Attributes:
       least: minimum number of loaded exits.
       level: level of the thresholds (`choices.stricter`).
-      failed: audits so far that found too many wrong tokens.
+      failed: audits so far whose answers had too large a shortfall.
       rest: assessments before the model may be less strict.
     """
 
@@ -28,10 +28,11 @@ class Strictness:
 
 
 def too_many(audit: DisagreementBound, allowed: float, expected: float) -> bool:
-    """Return whether audited answers have a larger share of wrong tokens than is allowed.
+    """Return whether audited answers have a larger mean shortfall than is allowed.
 
     Either that is certain, or these answers do not show that the limit is kept although as many
-    answers with the expected share would have.
+    answers with the expected shortfall would have. The shortfall of an answer is 1 minus its
+    quality.
     """
     if audit.share <= allowed:
         return False
@@ -64,8 +65,8 @@ def assessed(state: Strictness, bound: float, allowed: float) -> Strictness:
 
     Args:
       state: the present strictness.
-      bound: upper bound on the share of wrong tokens from audits since the last assessment.
-      allowed: maximum of that share. With at most half of it the model was stricter than needed,
+      bound: upper bound on the mean shortfall of answers from audits since the last assessment.
+      allowed: maximum of that mean. With at most half of it the model was stricter than needed,
         and once it has rested, the last step is taken back.
     """
     state = dataclasses.replace(state, rest=max(0, state.rest - 1))

@@ -175,8 +175,8 @@ def answers_audited(
 ) -> Transition:
     """Load another exit of the serving model, or raise thresholds, if its audits require it.
 
-    They do if there are too many wrong tokens (`strictness.too_many`). If the whole model would not
-    keep the limit either, better models are evaluated, if there are any, once between two
+    They do if the quality of its answers is too low (`strictness.too_many`). If the whole model
+    would not keep the limit either, better models are evaluated, if there are any, once between two
     assessments.
     """
     current, allowed = state.current, state.rules.allowed
@@ -186,7 +186,8 @@ def answers_audited(
     expected = 1 - prospects.expected_of(state, current)[0].accuracy
     if not strictness.too_many(audit, allowed, expected):
         return Transition(state)
-    why = f"{audit.low:.1%} to {audit.high:.1%} of its tokens are not the whole model's"
+    quality = f"{1 - audit.high:.1%} to {1 - audit.low:.1%}"
+    why = f"the quality of its answers is {quality}, and the limit is {1 - allowed:.1%}"
     others = () if model in state.compared else prospects.better_in_quality(state, model)
     if others and prospects.quality(state, model) < 1 - allowed:
         state = state.replaced(compared=state.compared | {model})

@@ -57,6 +57,8 @@ def test_audits_ask_for_more_layers_and_then_for_surer_tokens():
         c.answers_audited("m", audit)  # while that is loaded nothing more is decided
         assert c.wanted == ModelDepth("m", depth)
         c.model_loaded(c.wanted)
+    why = c.decisions[-1].why
+    assert why == "the quality of its answers is 45.3% to 54.7%, and the limit is 75.0%"
     assert stricter(0.6, c.level("m")) == 0.6
     for threshold in (0.8, 0.9, 0.95, 1.0, 1.0):
         c.answers_audited("m", CERTAIN)
