@@ -11,10 +11,13 @@ import jax
 import optax
 from jax.sharding import AbstractMesh, Mesh
 
+from eejax.common.axes import PIPE
 from eejax.common.errors import require
 from eejax.common.trees import Tree
 from eejax.losses.multi_exit import ExitSums
 from eejax.models import params
+from eejax.pipeline.config import PipelineConfig
+from eejax.pipeline.partition import partition
 from eejax.pipeline.plan import plan
 from eejax.pipeline.stage import Arrays
 from eejax.sharding.mesh import check_batch
@@ -56,7 +59,17 @@ class Program:
     @functools.cached_property
     def placement(self) -> Placement:
         """The places of the parameters on the mesh."""
-        return placement(self.scope, self.mesh, self.experiment.pipeline)
+        return placement(self.scope, self.mesh, self.pipeline)
+
+    @functools.cached_property
+    def pipeline(self) -> PipelineConfig:
+        """The settings of the stages, with the number of layers of each."""
+        given, stages = self.experiment.pipeline, self.mesh.shape[PIPE]
+        if stages == 1:
+            return given
+        own = (self.scope.config, stages, given.layers, given.placement, self.scope.which)
+        cut = partition(*own, self.experiment.data.length)
+        return dataclasses.replace(given, layers=cut.layers)
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -82,7 +95,7 @@ class Program:
             self.mesh,
             self.scope,
             layout=e.mesh,
-            pipeline=e.pipeline,
+            pipeline=self.pipeline,
             **self._extra,
         )
 
@@ -90,16 +103,18 @@ class Program:
         """Raise `ConfigError` if the model does not fit the mesh, before any work is done.
 
         A run that is only read needs no stages, so its experiment may ask to fill their bubbles.
-        Exits of a smaller vocabulary, too, may be read but not trained on labels.
+        Exits of a smaller vocabulary, too, may be read or stay as they are, but have no loss.
         """
         e = self.experiment
-        known = {x.boundary: x.vocabulary for x in e.model.exits if x.vocabulary}
+        exits = [e.model.exits[i] for i in self.scope.which if i < e.model.n_exits]
+        known = {x.boundary: x.vocabulary for x in exits if x.vocabulary}
         require(
             not known,
             "model.exits.vocabulary",
             known,
-            "must be 0 for every exit of a run: labels that an exit does not know have no loss",
-            "Leave the exits out, and train them by eejax.tune, from the final exit.",
+            "must be 0 for every exit with a loss, and these do not know all labels",
+            "Train other exits alone (tune.part = 'exits' and tune.exits), or begin with the model "
+            "that eejax.tune gave these exits, and repeat it afterwards.",
         )
         require(
             e.pipeline.fill == "none" or e.mesh.pipe > 1,
@@ -144,7 +159,7 @@ class Program:
             e.train.seed,
             self.device_mesh,
             layout=e.mesh,
-            pipeline=e.pipeline,
+            pipeline=self.pipeline,
             **self._extra,
         )
 
@@ -175,7 +190,7 @@ class Program:
             e.exit_weights.schedule(e.train.steps),
             self.device_mesh,
             layout=e.mesh,
-            pipeline=e.pipeline,
+            pipeline=self.pipeline,
             clip_norm=e.optimizer.clip_norm,
             microbatches=e.train.microbatches,
             remat=e.train.remat,
@@ -193,7 +208,7 @@ class Program:
         """Return the evaluation step (`step.make_eval_step`)."""
         e = self.experiment
         return step.make_eval_step(
-            e.model, self.device_mesh, self.scope, e.mesh, e.pipeline, self.eval_microbatches
+            e.model, self.device_mesh, self.scope, e.mesh, self.pipeline, self.eval_microbatches
         )
 
     @property

@@ -18,7 +18,7 @@ from eejax.losses import LossObjective
 from eejax.models import params
 from eejax.pipeline.config import FILLS
 from eejax.sharding.mesh import make_mesh
-from eejax.train.config import ExitWeights, Experiment
+from eejax.train.config import ExitWeights, Experiment, TuneConfig
 from eejax.train.loop import fit
 from eejax.train.program import Program
 
@@ -310,6 +310,13 @@ def test_exits_of_a_smaller_vocabulary_are_not_trained_on_labels(texts):
     early = dataclasses.replace(run.model.exits[0], vocabulary=32)
     model = run.model.replace(exits=(early, *run.model.exits[1:]))
     run = dataclasses.replace(run, model=model)  # which may be read
-    message = rf"model.exits.vocabulary = {{{early.boundary}: 32}}: must be 0 .* by eejax.tune"
+    message = rf"model.exits.vocabulary = {{{early.boundary}: 32}}: must be 0 .*tune.part = 'exits'"
     with pytest.raises(ConfigError, match=message):
         Program(run, make_mesh(run.mesh)).check()
+    others = dataclasses.replace(
+        run,
+        tune=TuneConfig("exits", (2, 3)),
+        exit_weights=ExitWeights((1.0, 1.0)),
+        train=dataclasses.replace(run.train, base="a model with the first exit"),
+    )
+    Program(others, make_mesh(run.mesh)).check()
