@@ -78,16 +78,33 @@ def check_defaults(name: str, config: ModelConfig, defaults: ExitDefaults) -> No
     require(defaults.gate in gates, f"gate of {name!r}", defaults.gate, allowed, fix)
 
 
-def checked_build(build: Build, name: str, defaults: ExitDefaults) -> Build:
-    """Return a build that checks a model's defaults before an engine is compiled.
+def check_end_tokens(name: str, ends: Sequence[int]) -> None:
+    """Check that a request has room for the tokens that end a model's texts.
 
-    Arguments and errors are those of `check_defaults`. A fleet has no defaults.
+    Raises:
+      ConfigError: names the model and the tokens.
+    """
+    require(
+        len(ends) <= MAX_STOP_TOKENS,
+        f"end tokens of {name!r}",
+        list(ends),
+        f"must be at most {MAX_STOP_TOKENS} to be served",
+        "Name fewer as eos_token_id in the model's config.json and generation_config.json.",
+    )
+
+
+def checked_build(build: Build, name: str, defaults: ExitDefaults) -> Build:
+    """Return a build that checks a model's end tokens and defaults before an engine is compiled.
+
+    Arguments and errors are those of `check_end_tokens` and `check_defaults`. A fleet has no
+    defaults.
     """
     return functools.partial(_build_checked, build, name, defaults)
 
 
 def _build_checked(build: Build, name: str, defaults: ExitDefaults) -> BuiltEngine:
     built = build()
+    check_end_tokens(name, built.tokenizer.end_ids)
     if built.fleet is None:
         check_defaults(name, built.config, defaults)
     return built
@@ -143,7 +160,7 @@ def engine_requests(
         len(stop_token_ids) <= MAX_STOP_TOKENS,
         "stop_token_ids",
         own,
-        f"must be at most {MAX_STOP_TOKENS - len(ends)} tokens",
+        f"must be at most {MAX_STOP_TOKENS - len(ends)} tokens beside those that end texts",
     )
     seed = body.seed
     seed = secrets.randbelow(2**31) if seed is None else seed % 2**31

@@ -12,9 +12,11 @@ import pytest
 from coroutines import run_by
 from served import STALL, Scripted, said
 
+from eejax.common.errors import ConfigError
 from eejax.data.tokenizer_export import bytes_definition
 from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from eejax.inference.scoring import TextScores
+from eejax.serving.answers import ExitDefaults, checked_build
 from eejax.serving.app import app
 from eejax.serving.completions import CompletionResponse
 from eejax.serving.http import HttpOptions
@@ -472,3 +474,13 @@ async def test_the_other_pages():
             assert line in page, line
         paths = (await get("/openapi.json")).json()["paths"]
         assert {"/v1/completions", "/v1/chat/completions", "/health"} <= set(paths)
+
+
+class _ManyEnds(ByteTokenizer):
+    end_ids = tuple(range(9))
+
+
+def test_a_model_with_too_many_end_tokens_is_not_served():
+    build = checked_build(Scripted(tokenizer=_ManyEnds()), "m", ExitDefaults())
+    with pytest.raises(ConfigError, match=r"end tokens of 'm' = \[0, 1, .* must be at most 8"):
+        build()
