@@ -18,7 +18,7 @@ _HERE = ("LanguageModel", "calibrate", "generate", "grade", "load", "own_text", 
 
 
 def __getattr__(name: str):
-    """`eejax.load` and the like, imported when they are used, as JAX is with them."""
+    """Import `eejax.load` and the like when they are used, and JAX with them."""
     if name in _HERE:
         return getattr(importlib.import_module("eejax.interop.api"), name)
     raise AttributeError(f"module 'eejax' has no attribute {name!r}")

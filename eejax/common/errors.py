@@ -15,15 +15,15 @@ T = TypeVar("T")
 
 
 class ConfigError(ValueError):
-    """A setting is out of its range or contradicts another."""
+    """Error of a setting that is out of its range or contradicts another."""
 
 
 class DataError(ValueError):
-    """A file, tokenizer or batch cannot be used as it is."""
+    """Error of a file, tokenizer or batch that cannot be used as it is."""
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint is missing, damaged, or belongs to another model."""
+    """Error of a checkpoint that is missing, damaged, or belongs to another model."""
 
 
 def require(ok: bool, field: str, value: Any, allowed: str, fix: str = "") -> None:

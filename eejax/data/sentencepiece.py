@@ -138,7 +138,7 @@ class SentencePieceTokenizer:
 
     @cached_property
     def _has_text(self) -> np.ndarray:
-        """[vocab_size] bool: the id has text."""
+        """Mask [vocab_size] bool of the ids that have text."""
         inner, found = self._inner, np.zeros(self.vocab_size, bool)
         for i in range(self._n):
             found[i] = not (inner.is_control(i) or inner.is_unknown(i) or inner.is_unused(i))

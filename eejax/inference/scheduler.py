@@ -93,7 +93,7 @@ class StepLoop(abc.ABC):
     @property
     @abc.abstractmethod
     def idle(self) -> bool:
-        """No request is left, and no output is unread."""
+        """True if no request is left, and no output is unread."""
 
     @abc.abstractmethod
     def step(self) -> list[RequestOutput]:
@@ -287,7 +287,7 @@ class Scheduler(StepLoop, Generic[E]):
 
     @property
     def idle(self) -> bool:
-        """No request is left, and no output is unread."""
+        """True if no request is left, and no output is unread."""
         return not self._jobs and not self._calls
 
     def step(self) -> list[RequestOutput]:

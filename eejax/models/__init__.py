@@ -1,1 +1,1 @@
-
+"""The decoder with early exits: configuration, parameters, layers, exits and KV cache."""

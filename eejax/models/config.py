@@ -392,7 +392,7 @@ class ModelConfig:
 
     @property
     def segments(self) -> tuple[tuple[int, int], ...]:
-        """(first layer, end layer) of each segment; segment e ends at exit e. May be empty."""
+        """First and end layer of each segment; segment e, which may be empty, ends at exit e."""
         boundaries = self.exit_boundaries
         return tuple(zip((0, *boundaries[:-1]), boundaries, strict=True))
 
