@@ -130,7 +130,7 @@ def suggested(now: ExperimentStages, limit: int | None) -> dict:
 
     model, p = now.experiment.model, now.partition
     cuts = [p] + [
-        partition(model, p.stages, layers, placement)
+        partition(model, p.stages, layers, placement, length=now.experiment.data.length)
         for layers, placement in itertools.product((EVEN, BALANCED), PLACEMENTS)
     ]
 

@@ -45,7 +45,8 @@ class ExperimentStages:
             train.batch_size,
             f"must be a multiple of mesh.data x train.microbatches = {parted}",
         )
-        cut = partition(experiment.model, mesh.pipe, settings.layers, settings.placement)
+        own = (experiment.model, mesh.pipe, settings.layers, settings.placement)
+        cut = partition(*own, length=experiment.data.length)
         rows = train.batch_size // parted
         if experiment.loss.distillation:
             settings = settings.distilling()

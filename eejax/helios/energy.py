@@ -7,7 +7,6 @@ configurations does less work.
 
 from __future__ import annotations
 
-import math
 import os
 import pathlib
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from eejax.common.errors import require, require_count
 from eejax.common.trees import nbytes
-from eejax.models import params
+from eejax.models import params, work
 from eejax.models.config import ModelConfig
 
 POWERCAP = pathlib.Path("/sys/class/powercap")
@@ -182,8 +181,6 @@ def token_work(
     require(exit <= most, "exit", exit, f"must be in 0..{most}, the exits of this model")
     require_count("batch", batch)
     require(cached >= 0, "cached", cached, "must be a number of positions of at least 0")
-    declared = params.abstract(config)
-    factors = params.map_params(lambda p: math.prod(p.shape) if p.decay else 0, declared)
     cast = partial(params.for_compute, dtype=config.dtype)
     held = jax.eval_shape(cast, params.shapes(config))
 
@@ -202,14 +199,15 @@ def token_work(
         parts += [size(own(tree["final"]))] if exit == most else []
         return size(tree["layers"]) * share + sum(parts)
 
-    heads = (exit + 1) * config.padded_vocab * config.d_model
-    weights = heads + each(factors, lambda tree: sum(jax.tree.leaves(tree)))
+    heads = sum(work.head_weights(config, e) for e in range(exit + 1))
+    weights = heads + config.exit_boundaries[exit] * work.layer_weights(config)
+    weights += sum(work.exit_weights(config, e) for e in range(len(passed)))
     windows = [config.window(i) for i in range(config.exit_boundaries[exit])]
     windows += [config.exit_window(i) for i, e in enumerate(config.exits[: exit + 1]) if e.block]
     looked = sum(cached if w is None else min(cached, w) for w in windows)
     cache = 2 * config.n_kv_heads * config.head_dim * itemsize * looked
     return ComputeWork(
-        2.0 * weights + 4.0 * config.n_heads * config.head_dim * looked,
+        2.0 * (weights + work.attention(config, looked)),
         (heads * itemsize + each(held, nbytes)) / batch + cache,
     )
 
@@ -217,10 +215,8 @@ def token_work(
 @cache
 def layer_flops(config: ModelConfig) -> tuple[float, ...]:
     """Return a token's operations in the layers of each segment."""
-    declared = params.abstract(config)["layers"]
-    factors = params.map_params(lambda p: math.prod(p.shape) if p.decay else 0, declared)
-    total = 2.0 * sum(jax.tree.leaves(factors))
-    return tuple(total * (end - begin) / config.n_layers for begin, end in config.segments)
+    layer = 2.0 * work.layer_weights(config)
+    return tuple(layer * (end - begin) for begin, end in config.segments)
 
 
 def segment_rows(exits: Sequence[int], segments: int, cap: int) -> list[int]:

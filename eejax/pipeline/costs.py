@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax
-
-from eejax.models import params
+from eejax.models import work
 from eejax.models.config import ModelConfig
-from eejax.models.positions import mean_visible
-from eejax.pipeline.partition import INPUT, INSIDE, OUTPUT, Partition
+from eejax.pipeline.partition import (
+    INPUT,
+    INSIDE,
+    OUTPUT,
+    Partition,
+    exit_work,
+    layers_work,
+)
 from eejax.pipeline.simulate import NO_WORK, PassTime, StageCosts
 
 
@@ -55,33 +59,19 @@ def model_costs(
 ) -> StageCosts:
     """Return the `StageCosts` of a microbatch of `rows` sequences, in floating-point operations.
 
-    They are counted as by PaLM (Chowdhery et al. 2022, Appendix B): 2 for each weight that a token
-    is multiplied with and 4 n h for each position that a query sees, twice as many backward; the
-    look-up is free. They stand in for measured times on devices that are equally fast at all parts.
+    They are two for each multiplication (`models.work`), and twice as many backward. They stand in for measured times on devices that are equally fast at all parts.
     """
     tokens = rows * length
 
-    def matrices(tree):
-        return sum(
-            jax.tree.leaves(params.map_params(lambda a: math.prod(a.shape) if a.decay else 0, tree))
-        )
-
-    head = config.padded_vocab * config.d_model
-
-    def work(weights: int, windows: Sequence[int | None]) -> PassTime:
-        seen = sum(mean_visible(length, w) for w in windows)
-        forward = tokens * (2.0 * weights + 4.0 * config.n_heads * config.head_dim * seen)
+    def passes(multiplications: float) -> PassTime:
+        forward = 2.0 * tokens * multiplications
         return PassTime(forward, 2 * forward)
 
     def exit(e: int) -> PassTime:
-        own = params.exit_(config, config.exits[e])
-        own.pop("head", None)  # counted below: a tied or shared head is as much work as an own one
-        return work(matrices(own) + head, [config.exit_window(e)] * config.exits[e].block)
+        return passes(exit_work(config, e, length))
 
-    one, first, stages = matrices(params.layer(config)), 0, []
-    for n in layers:
-        stages.append(work(n * one, [config.window(i) for i in range(first, first + n)]))
-        first += n
+    cut = [0, *itertools.accumulate(layers)]
+    stages = [passes(layers_work(config, *span, length)) for span in itertools.pairwise(cut)]
     places = exit_places(config, layers, placement)
 
     def total(exits):
@@ -91,5 +81,5 @@ def model_costs(
         tuple(stages),
         tuple(map(total, places.entry)),
         tuple(map(total, places.inner)),
-        work(head, ()).plus(total(places.final)),
+        passes(work.head_weights(config, config.n_exits)).plus(total(places.final)),
     )

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 from eejax.common.errors import ConfigError, require, require_one_of
+from eejax.models import work
 from eejax.models.config import ModelConfig
 
 ExitPlacement = Literal["later", "earlier"]
@@ -119,6 +120,7 @@ def partition(
     layers: str | Sequence[int] = EVEN,
     placement: str = "later",
     which: tuple[int, ...] | None = None,
+    length: int | None = None,
 ) -> Partition:
     """Assign a model's layers and exits to `stages` stages.
 
@@ -126,10 +128,11 @@ def partition(
       config: the model's.
       stages: number of stages.
       layers: "even", with one more on the first stages if they do not divide; "balanced", so that
-        the stage with the most work has as little as possible, exits included (`work`); or a number
-        for each stage.
+        the stage with the most work has as little as possible, exits included (`stage_work`); or a
+        number for each stage.
       placement: see `Partition`.
       which: see `Partition`.
+      length: tokens of a text, which attention's work depends on; by default the model's context.
 
     Raises:
       ConfigError: for more stages than layers, or numbers that do not fit.
@@ -152,33 +155,40 @@ def partition(
     require_one_of("pipeline.layers", layers, (EVEN, BALANCED))
     least, more = divmod(depth, stages)
     even = Partition(config, tuple(least + (i < more) for i in range(stages)), placement, which)
-    return even if layers == EVEN else _balanced(even)
+    return even if layers == EVEN else _balanced(even, length or config.context_length)
 
 
-def work(p: Partition) -> tuple[float, ...]:
-    """Return the multiplications of a token's forward pass on each stage.
-
-    They count layers, and for each exit its MLP, its block and its head's v d.
-    """
-    c = p.config
-    gates = 3 if c.mlp_gated else 2
-    mlp = gates * c.d_model * c.d_ff
-    layer = mlp + 2 * c.d_model * c.head_dim * (c.n_heads + c.n_kv_heads)
-    layer += c.context_length * c.n_heads * c.head_dim  # causal: half of 2 t n h
-
-    def exit_(e: int) -> float:
-        head = c.padded_vocab * c.d_model
-        early = c.exits[e] if e < c.n_exits else None
-        return head + (mlp * early.mlp + layer * early.block if early else 0)
-
-    return tuple(n * layer + sum(exit_(q.exit) for q in p.on(i)) for i, n in enumerate(p.layers))
+def layers_work(config: ModelConfig, begin: int, end: int, length: int) -> float:
+    """Return the multiplications of a token in layers begin..end-1, in texts of `length` tokens."""
+    windows = [config.window(i) for i in range(begin, end)]
+    seen = work.causal_attention(config, length, windows)
+    return (end - begin) * work.layer_weights(config) + seen
 
 
-def _balanced(even: Partition) -> Partition:
+def exit_work(config: ModelConfig, e: int, length: int) -> float:
+    """Return those of exit e: its MLP, its block and its head. The final exit is last."""
+    found: float = work.head_weights(config, e)
+    if e < config.n_exits:
+        windows = [config.exit_window(e)] * config.exits[e].block
+        found += work.exit_weights(config, e) + work.causal_attention(config, length, windows)
+    return found
+
+
+def stage_work(p: Partition, length: int) -> tuple[float, ...]:
+    """Return the multiplications of a token's forward pass on each stage, exits included."""
+    spans = itertools.pairwise([0, *itertools.accumulate(p.layers)])
+    return tuple(
+        layers_work(p.config, *span, length)
+        + sum(exit_work(p.config, q.exit, length) for q in p.on(i))
+        for i, span in enumerate(spans)
+    )
+
+
+def _balanced(even: Partition, length: int) -> Partition:
     """Move single layers from the stage with the most work to another one while that helps."""
     best, layers = even, even.layers
     while True:
-        loads = work(best)
+        loads = stage_work(best, length)
         worst = max(range(len(loads)), key=loads.__getitem__)
         moved = []
         for i in range(len(layers)):
@@ -187,7 +197,7 @@ def _balanced(even: Partition) -> Partition:
                 changed[worst] -= 1
                 changed[i] += 1
                 moved.append(dataclasses.replace(best, layers=tuple(changed)))
-        better = min(moved, key=lambda p: sorted(work(p), reverse=True), default=best)
-        if sorted(work(better), reverse=True) >= sorted(loads, reverse=True):
+        better = min(moved, key=lambda p: sorted(stage_work(p, length), reverse=True), default=best)
+        if sorted(stage_work(better, length), reverse=True) >= sorted(loads, reverse=True):
             return best
         best = better

@@ -40,7 +40,7 @@ from eejax.sharding.mesh import MeshConfig, make_mesh
 from eejax.train import inputs
 from eejax.train.base import BASE, FREE, FixedFields, naming_base, origin
 from eejax.train.config import Experiment
-from eejax.train.placement import placement
+from eejax.train.program import Program
 from eejax.train.scope import Scope, first_layers
 from eejax.train.starts import copied_exit
 
@@ -99,7 +99,7 @@ def load_base(experiment: Experiment, mesh: Mesh, workdir: pathlib.Path) -> Base
     else:
         kept, _ = split(scope.cut(tree), lambda name: scope.reads(name) and not scope.trains(name))
         first = {"exits": values}
-    places = placement(scope, mesh, experiment.pipeline)
+    places = Program(experiment, mesh).placement
 
     def place(tree, declared):
         return jax.tree.map(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from eejax.models import params
+from eejax.models import work
 from eejax.models.config import ModelConfig
-from eejax.models.positions import mean_visible
 
 # Dense bf16 peaks per device from the vendors' data sheets, by a part of `device_kind`. The first
 # match counts, so longer names come first.
@@ -37,22 +35,18 @@ def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float =
     model's work. `exit_tokens` is the share of the tokens at which early exits have a loss
     (`losses.objective`).
     """
-    matrices = params.map_params(
-        lambda p: math.prod(p.shape) if p.decay else 0, params.abstract(config)
-    )
-    weights = (config.n_exits * exit_tokens + 1) * config.padded_vocab * config.d_model
-    weights += sum(jax.tree.leaves(matrices["layers"]))
-    for own in matrices["exits"].values():  # their heads are counted above, once per use
-        weights += sum(jax.tree.leaves({k: v for k, v in own.items() if k != "head"}))
+    exits = range(config.n_exits)
+    weights = config.n_layers * work.layer_weights(config) + work.head_weights(config, config.n_exits)
+    weights += sum(work.exit_weights(config, e) for e in exits)
     windows = [config.window(i) for i in range(config.n_layers)]
-    windows += [config.exit_window(i) for i, e in enumerate(config.exits) if e.block]
-    seen = sum(mean_visible(length, w) for w in windows)
-    return 6.0 * weights + 12.0 * config.n_heads * config.head_dim * seen
+    windows += [config.exit_window(e) for e in exits if config.exits[e].block]
+    forward = 2.0 * (weights + work.causal_attention(config, length, windows))
+    return 3 * forward + exit_heads_flops_per_token(config, exit_tokens)
 
 
 def exit_heads_flops_per_token(config: ModelConfig, exit_tokens: float = 1.0) -> float:
     """Return the part of `model_flops_per_token` that the heads of early exits take."""
-    return 6.0 * config.n_exits * exit_tokens * config.padded_vocab * config.d_model
+    return 6.0 * exit_tokens * sum(work.head_weights(config, e) for e in range(config.n_exits))
 
 
 def peak_flops(

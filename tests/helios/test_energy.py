@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import types
 
@@ -154,6 +155,14 @@ def test_work_by_hand():
     assert second.bytes == 2 * (2 * HEAD + 2 * LAYER + MLP) + norms
     assert last.flops == 2 * (3 * HEAD + 6 * LAYER + MLP)
     assert last.bytes == 2 * (3 * HEAD + 6 * LAYER + MLP) + norms + 4 * (4 * 2 * D + D)
+
+
+def test_an_exit_multiplies_with_the_tokens_that_it_knows():
+    first, second = CONFIG.exits
+    few = CONFIG.replace(exits=(dataclasses.replace(first, vocabulary=10), second))
+    assert energy.token_work(few, 0) == (2 * 10 * D, 2 * 10 * D)
+    whole, fewer = (energy.token_work(c, 2).flops for c in (CONFIG, few))
+    assert whole - fewer == 2 * (HEAD - 10 * D)
 
 
 def test_a_batch_shares_weights_but_no_keys_and_values():

@@ -1,17 +1,24 @@
 """Models' costs against their other accounts, and the places of exits."""
 
+import itertools
+
 import pytest
 from drawn_configs import configs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import AbstractMesh
 
+from eejax.common.axes import MESH_AXES
 from eejax.common.errors import ConfigError
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.pipeline.config import PipelineConfig
 from eejax.pipeline.costs import exit_places, model_costs
-from eejax.pipeline.partition import INSIDE, PLACEMENTS, partition
+from eejax.pipeline.partition import BALANCED, INSIDE, PLACEMENTS, partition, stage_work
 from eejax.pipeline.plan import costs
+from eejax.sharding.mesh import MeshConfig
+from eejax.train.config import DataConfig, Experiment
 from eejax.train.flops import model_flops_per_token
+from eejax.train.program import Program
 
 SMALL = ModelConfig(vocab_size=50, n_layers=8, d_model=16, n_heads=2, context_length=32)
 
@@ -48,6 +55,35 @@ def test_where_exits_lie():
             ConfigError, match="pipeline.layers = .*(at least one layer|add up to the 8)"
         ):
             exit_places(config, layers)
+
+
+def test_balanced_stages_go_by_the_length_of_the_texts():
+    """SmolLM2-135M's shape, whose context is 32 times as long as the texts here."""
+    config = ModelConfig(
+        vocab_size=49152,
+        n_layers=30,
+        d_model=576,
+        n_heads=9,
+        n_kv_heads=3,
+        d_ff=1536,
+        context_length=8192,
+        head="tied",
+    )
+    experiment = Experiment(
+        model=config,
+        data=DataConfig(length=256),
+        mesh=MeshConfig(pipe=4),
+        pipeline=PipelineConfig(layers=BALANCED),
+    )
+    mesh = AbstractMesh(experiment.mesh.shape, MESH_AXES)
+    cut = Program(experiment, mesh).placement.stages.partition
+    assert cut == partition(config, 4, BALANCED, length=256) == partition(config, 4, cut.layers)
+    most = max(stage_work(cut, 256))
+    assert most < 0.8 * max(stage_work(partition(config, 4, BALANCED), 256))
+    for i, j in itertools.permutations(range(4), 2):  # no layer is better elsewhere
+        moved = list(cut.layers)
+        moved[i], moved[j] = moved[i] - 1, moved[j] + 1
+        assert max(stage_work(partition(config, 4, moved), 256)) >= most
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
