@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import eejax
 from eejax.checkpoint import overlay
 from eejax.checkpoint.hf import Pretrained, load_pretrained
 from eejax.checkpoint.hf.load import fetched
@@ -17,6 +16,7 @@ from eejax.common.errors import CheckpointError
 from eejax.common.paths import expanded
 from eejax.data.tokenizers import save_tokenizer
 from eejax.train.config import DataConfig, ExitWeights, Experiment
+from eejax.train.runs import run_metadata
 
 
 def import_pretrained(
@@ -77,15 +77,7 @@ def save_as_run(model: LanguageModel, workdir: str | os.PathLike, data: Mapping[
         exit_weights=ExitWeights((1.0,) * config.n_exits),
     )
     save_tokenizer(model.tokenizer, workdir / TOKENIZER)
-    metadata = {
-        "version": eejax.__version__,
-        "model": config.to_dict(),
-        "experiment": experiment.to_dict(),
-        "tokenizer": model.tokenizer.fingerprint,
-        "tokens": 0,
-        "averaged": False,
-        "data": {},
-    }
+    metadata = run_metadata(experiment, model.tokenizer.fingerprint, tokens=0, data={})
     if pretrained := model.metadata.get("pretrained"):
         metadata["pretrained"] = pretrained
     checkpoints = Checkpoints(workdir / CHECKPOINTS)

@@ -7,13 +7,12 @@ from typing import Any
 
 import jax
 
-import eejax
 from eejax.checkpoint.manager import Checkpoints, Restored
 from eejax.checkpoint.model import CHECKPOINTS, EMA, PARAMS
 from eejax.train import base as bases
 from eejax.train import base_weights, recipes
 from eejax.train.hooks import RunParts, RunPosition
-from eejax.train.runs import check_same_run
+from eejax.train.runs import check_same_run, run_metadata
 from eejax.train.state import TrainState
 
 TRAINING = "training"
@@ -111,16 +110,13 @@ class RunCheckpoints:
 
     def _metadata(self, position: RunPosition) -> dict[str, Any]:
         run = self._run
-        return {
-            "version": eejax.__version__,
-            "model": run.experiment.model.to_dict(),
-            "experiment": run.experiment.to_dict(),
-            "data": run.loader.state(),
-            "tokenizer": run.dataset.tokenizer.fingerprint,
-            "tokens": position.tokens,
-            "averaged": run.experiment.train.ema is not None,
-            **self._origin,
-        }
+        about = run_metadata(
+            run.experiment,
+            run.dataset.tokenizer.fingerprint,
+            tokens=position.tokens,
+            data=run.loader.state(),
+        )
+        return about | self._origin
 
 
 def _trees(state: TrainState) -> dict[str, Any]:

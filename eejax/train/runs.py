@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
+import eejax
 from eejax.checkpoint.language_model import LanguageModel
 from eejax.checkpoint.model import TOKENIZER, load_run, saved_settings
 from eejax.common.errors import CheckpointError, DataError
@@ -86,6 +87,28 @@ def open_run(
     """
     model = load_run(workdir, step=step, mesh=mesh, ema=ema)
     return TrainedRun(expanded(workdir), model, saved_experiment(model.metadata))
+
+
+def run_metadata(
+    experiment: Experiment, tokenizer: str, *, tokens: int, data: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the metadata of a run's checkpoint.
+
+    Args:
+      experiment: settings of the run.
+      tokenizer: fingerprint of its tokenizer.
+      tokens: tokens that it was trained on.
+      data: state of its loader (`Loader.state`).
+    """
+    return {
+        "version": eejax.__version__,
+        "model": experiment.model.to_dict(),
+        "experiment": experiment.to_dict(),
+        "data": data,
+        "tokenizer": tokenizer,
+        "tokens": tokens,
+        "averaged": experiment.train.ema is not None,
+    }
 
 
 def saved_experiment(metadata: Mapping[str, Any]) -> Experiment:
