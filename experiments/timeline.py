@@ -54,11 +54,11 @@ def timeline(source: str, model: str) -> dict:
         try:
             found = json.loads(expanded(source).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise DataError(f"--source = {source!r}: is no timeline ({error}).") from error
+            raise DataError(f"--source = {source!r}: is not a timeline ({error}).") from error
     try:
         check(found)
     except ConfigError as error:
-        raise DataError(f"--source = {source!r}: is no timeline: {error}") from error
+        raise DataError(f"--source = {source!r}: is not a timeline: {error}") from error
     return found
 
 
@@ -107,7 +107,7 @@ def check(found: Any) -> None:
     for value in found["prompt"]:
         require(_is_prompt(value), "prompt", value, "must be a number of a prompt, from 1 on")
     for value in found["model"]:
-        require(isinstance(value, str), "model", value, "must be a text")
+        require(isinstance(value, str), "model", value, "must be a string")
     for name in PANELS:
         for value in found[name]:
             good = isinstance(value, float | None) or (type(value) is int and abs(value) < 2**53)

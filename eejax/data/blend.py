@@ -77,8 +77,8 @@ def shares_of(weights: Sequence[float], field: str = "weights") -> tuple[int, ..
         not starved,
         field,
         weights,
-        f"gives number {', '.join(map(str, starved))} not one of {BLOCK} samples, so it would "
-        "never be trained on",
+        f"gives number {', '.join(map(str, starved))} none of {BLOCK} samples, so it would never "
+        "be trained on",
         "Raise the weight, or leave that split out.",
     )
     return tuple(shares)

@@ -188,7 +188,7 @@ class ChatTemplate:
         last = messages[-1].get("content")
         where = f"messages[{len(messages) - 1}].content"
         if not isinstance(last, str):
-            raise ConfigError(f"{where}: must be a text, for the model to continue.")
+            raise ConfigError(f"{where}: must be a string, for the model to continue.")
         tagged = [*messages[:-1], messages[-1] | {"content": last + _END}]
         try:
             text = self._rendered(tagged, rest)

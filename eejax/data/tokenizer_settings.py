@@ -85,7 +85,7 @@ def read_saved(path: str) -> dict[str, Any]:
     for key, value in saved.items():
         if key != "kind" and key not in checks:
             raise DataError(
-                f"{path}: {key!r} is no setting of the kind {saved['kind']!r}, which has "
+                f"{path}: {key!r} is not a setting of the kind {saved['kind']!r}, which has "
                 f"{', '.join(checks)}. Remove it, or save the tokenizer again."
             )
         if key != "kind":

@@ -80,7 +80,7 @@ def check_score(score: BenchmarkScore) -> None:
     for name, text in (("model", score.model), ("task", score.task)):
         good = isinstance(text, str) and text != ""
         good = good and text.encode(errors="ignore").decode() == text  # no lone surrogate
-        require(good, name, text, "must be a text")
+        require(good, name, text, "must be a nonempty string of Unicode text")
     require_count("layers", score.layers, minimum=0)
     require(score.layers < 2**31, "layers", score.layers, "must be less than 2**31")
     metric, value = score.metric, score.value

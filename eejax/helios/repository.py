@@ -333,7 +333,7 @@ def rebuild(path: str | os.PathLike) -> str | None:
     aside = None
     if os.path.exists(path):
         if not os.path.isfile(path):
-            raise DataError(f"{path}: cannot be rebuilt, as it is no file. {advice(path)}")
+            raise DataError(f"{path}: cannot be rebuilt, as it is not a file. {advice(path)}")
         stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
         numbers = (f"{path}.old-{stamp}{'' if i == 0 else f'-{i}'}" for i in itertools.count())
         aside = next(name for name in numbers if not os.path.exists(name))

@@ -115,7 +115,7 @@ def _conditions_of(text: str) -> dict[str, str]:
 
 
 def _check_text(name: str, value: Any) -> None:
-    require(isinstance(value, str) and value != "", name, value, "must be a text")
+    require(isinstance(value, str) and value != "", name, value, "must be a nonempty string")
 
 
 def _check_time(value: Any) -> None:

@@ -150,9 +150,7 @@ class Decoder(abc.ABC):
         texts = not isinstance(stop_strings, str) and all(
             isinstance(s, str) and s for s in stop_strings
         )
-        require(
-            texts, "stop_strings", stop_strings, "must be a sequence of texts that are not empty"
-        )
+        require(texts, "stop_strings", stop_strings, "must be a sequence of nonempty strings")
         if stop_strings and decode_text is None:
             raise ConfigError("stop_strings: need decode_text, which turns token ids into text.")
         rules: dict[str, Any] = {k: v for k, v in params.items() if k in EXIT_RULES}

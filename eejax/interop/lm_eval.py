@@ -127,7 +127,7 @@ class EarlyExitLM(TemplateLM):
         self._exit = len(exits) - 1
         self._layers = self._tokens = 0
         if thresholds is None:
-            require(gate is None, "gate", gate, "goes with thresholds alone")
+            require(gate is None, "gate", gate, "must be None without thresholds")
             boundaries = sorted(set(exits))
             exit = exits[-1] if exit is None else exit
             require(exit in boundaries, "exit", exit, f"must be one of {boundaries}, in layers")

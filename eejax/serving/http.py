@@ -92,8 +92,8 @@ class HttpOptions:
     def __post_init__(self):
         # First, and by itself: an error that names a key would show it in logs.
         good = isinstance(self.keys, tuple | list) and all(isinstance(k, str) for k in self.keys)
-        require(good, "HttpOptions.keys", "(hidden)", "must be a tuple of texts")
-        allowed = "must be texts of at least one character"
+        require(good, "HttpOptions.keys", "(hidden)", "must be a tuple of strings")
+        allowed = "must be strings of at least one character"
         require(all(self.keys), "HttpOptions.keys", "an empty one", allowed)
         check_fields(self)
 

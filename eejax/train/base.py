@@ -277,7 +277,7 @@ def _facts(
             step is None,
             "train.base_step",
             step,
-            f"must be None where the base is no run of eejax ({source})",
+            f"must be None where the base is not a run of eejax ({source})",
         )
         path = naming_base(source, lambda: fetched(source))
         config, raw = naming_base(source, lambda: pretrained_config(path))

@@ -73,7 +73,7 @@ class MetricsWriter:
         path = workdir / METRICS
         kept = [r for r in read_metrics(workdir) if resumed and r["step"] <= resumed]
         if bad := _unreadable(path):
-            logging.warning("%s: %d lines are no records and are dropped", path, bad)
+            logging.warning("%s: %d lines are not records and are dropped", path, bad)
         write_text(path, "".join(json.dumps(r) + "\n" for r in kept))
         self._path, self._file = path, open(path, "a", encoding="utf-8")
         self._board = _Board(workdir / TENSORBOARD, resumed)

@@ -195,7 +195,7 @@ def load(path: str | os.PathLike) -> PromptTrace:
         why = f"cannot be read as a trace ({error})"
         # Of what is no npz numpy says how to read it all the same, which would make it no trace.
         if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
-            why = "is no trace"
+            why = "is not a trace"
         raise DataError(f"{path}: {why}. Record it again.") from error
     try:
         about = json.loads(str(arrays["about"]))

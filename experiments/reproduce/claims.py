@@ -88,7 +88,7 @@ class Finding:
         """Read a finding that was written as JSON. Raises one of `MALFORMED` for what is none."""
         made = cls(**{**values, "verdict": Verdict(values["verdict"])})
         for name, value in values.items():
-            require(isinstance(value, str), name, value, "must be a text")
+            require(isinstance(value, str), name, value, "must be a string")
         return made
 
 

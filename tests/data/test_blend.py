@@ -151,5 +151,5 @@ def test_weights_that_cannot_be():
     for bad in ([1, 0], [1, -2], [1, float("nan")], [1, float("inf")]):
         with pytest.raises(ConfigError, match="weights = .*must be positive numbers"):
             shares_of(bad)
-    with pytest.raises(ConfigError, match="gives number 1 not one of 4096 samples.*leave that"):
+    with pytest.raises(ConfigError, match="gives number 1 none of 4096 samples.*leave that"):
         shares_of([1, 1e-4])

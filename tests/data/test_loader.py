@@ -374,7 +374,7 @@ def test_bad_blends_and_rampups():
     for weights in (None, (1,), (1, 2, 3)):
         with pytest.raises(ConfigError, match="weights = .*must be 2 numbers, one for each split"):
             Loader([data, data], 2, 4, weights=weights)
-    with pytest.raises(ConfigError, match="not one of 4096 samples"):
+    with pytest.raises(ConfigError, match="none of 4096 samples"):
         Loader([data, data], 2, 4, weights=(1, 1e-5))
     small = split([6], "small")
     with pytest.raises(DataError, match=r"train split 1 has 6 tokens, which is 1 windows .* part"):

@@ -205,7 +205,7 @@ BAD = {
     "kind": (MARKER, {"kind": []}, r"kind = \[\]: must be one of bytes, json, sentencepiece"),
     "saved_end_a_text": (MARKER, {"kind": "bytes", "eos_id": "x"}, "eos_id = 'x': must be a byte"),
     "saved_end_null": (MARKER, {"kind": "bytes", "eos_id": None}, "eos_id = None: must be a byte"),
-    "saved_unknown": (MARKER, {"kind": "json", "foo": 1}, "'foo' is no setting .*has eos, bos, "),
+    "saved_unknown": (MARKER, {"kind": "json", "foo": 1}, "'foo' is not a setting.*has eos, bos, "),
     "saved_ends": (MARKER, {"kind": "json", "ends": 5}, "ends = 5: must be a list of ids"),
     "saved_ends_texts": (MARKER, {"kind": "json", "ends": ["x"]}, r"ends = \['x'\]: must be "),
     "saved_ends_large": (MARKER, {"kind": "json", "ends": [2**31]}, "ends = .*: must be a list"),

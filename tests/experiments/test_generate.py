@@ -189,7 +189,7 @@ def test_a_single_prompt_has_a_legend(generate):
         (["--stop=\udcff"], r"^--stop = .*: must be text that UTF-8 can"),
         (["--decay=1e300"], r"^--decay = 1e\+300: must be finite"),
         (["--temperature=1e300"], r"^--temperature = 1e\+300: must be at least 0"),
-        (["--stop="], r"^--stop = \[''\]: must be a sequence of texts"),
+        (["--stop="], r"^--stop = \[''\]: must be a sequence of nonempty strings"),
         (["--stop_token=999"], r"^--stop_token = \[999, 256\]: must be a sequence of token ids"),
         (["--max_new_tokens=0"], r"^--max_new_tokens = 0: must be an integer of at least 1"),
         (["--mesh.data=2"], r"^prompts = 1: must be a multiple of mesh.data"),

@@ -199,7 +199,7 @@ def test_what_is_no_npz(tmp_path, content):
     if content == b"array":  # numpy reads it, and finds one in place of several
         with path.open("wb") as file:
             np.save(file, np.zeros(3))
-    with pytest.raises(DataError, match=r"trace.npz: is no trace\. Record it again\.$"):
+    with pytest.raises(DataError, match=r"trace.npz: is not a trace\. Record it again\.$"):
         traces.load(path)
 
 

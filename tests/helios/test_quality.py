@@ -322,8 +322,8 @@ def test_results_are_imported_with_one_command(tmp_path, capsys):
         ('{"results": {"a": {"rougeL": %s}}}' % ("9" * 400), "a rougeL: value = inf: "),
         ('{"results": {"a": {"acc": NaN}}}', "a acc: value = nan: "),
         ('{"results": {"a": {"perplexity": Infinity}}}', r"a perplexity: .* in \[1, inf\)"),
-        ('{"results": {"": {"acc": 0.5}}}', " acc: task = '': must be a text"),
-        ('{"results": {"\\ud800": {"acc": 0.5}}}', ".* acc: task = .*: must be a text"),
+        ('{"results": {"": {"acc": 0.5}}}', " acc: task = '': must be a nonempty string"),
+        ('{"results": {"\\ud800": {"acc": 0.5}}}', ".* acc: task = .*: must be a nonempty"),
         (
             '{"rows": [{"name": "exit -1", "tasks": {"a": {"acc": 0}}}], "layers": 2}',
             "a acc: layers",

@@ -80,8 +80,8 @@ def test_it_is_drawn_by_one_command(tmp_path, capsys):
     assert [(m["prompt"], m["kind"]) for m in again["marks"]] == [(21, "LD")]
     source.write_text("{}")
     for wrong, said in (
-        (source, "is no timeline: prompt = None: must be a list"),
-        (tmp_path / "none", "is no timeline"),
+        (source, "is not a timeline: prompt = None: must be a list"),
+        (tmp_path / "none", "is not a timeline"),
         ("http://127.0.0.1:9", "does not answer as a server .* or it still compiles: try"),
         ("http://127.0.0.1:99999", "does not answer as a server"),
         ("http://[::1", "does not answer as a server"),
@@ -150,9 +150,9 @@ def test_what_is_no_timeline_is_refused_from_either_source(tmp_path, monkeypatch
         found = read(json.dumps(good))
         assert found["prompt"] == good["prompt"]
     for wrong in map(json.dumps, WRONG):
-        with pytest.raises(DataError, match="--source = .*: is no timeline: .* = .*: must "):
+        with pytest.raises(DataError, match="--source = .*: is not a timeline: .* = .*: must "):
             read(wrong)
-    with pytest.raises(DataError, match="is no timeline|does not answer as a server"):
+    with pytest.raises(DataError, match="is not a timeline|does not answer as a server"):
         read("[" * 100_000)
     if served:
         for text in ("[]", "{}", "5", "null", '{"models": []}', '{"models": null}'):

@@ -211,7 +211,7 @@ def test_mistakes_are_named(lm, small_run):
         (dict(exit=4), r"exit = 4: must be one of \[1, 2, 3\], in layers"),
         (dict(exit="a"), "exit = 'a': must be one of"),
         (dict(exit=1, thresholds=0.5), "exit = 1: must be None beside thresholds"),
-        (dict(gate="margin"), "gate = 'margin': goes with thresholds alone"),
+        (dict(gate="margin"), "gate = 'margin': must be None without thresholds"),
         (dict(thresholds=0.5, gate="x"), "gate = 'x': must be one of"),
         (dict(thresholds=1.5), r"thresholds = 1.5: must lie in \[0, 1\]"),
         (dict(thresholds=[0.5] * 3), r"thresholds = \[0.5, 0.5, 0.5\]: must be one number"),

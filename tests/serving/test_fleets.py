@@ -448,7 +448,7 @@ def test_models_of_one_tokenizer_alone():
     "make, message",
     [
         (lambda: HttpOptions(keys="secret"), "HttpOptions.keys = '(hidden)': must be a tuple"),
-        (lambda: HttpOptions(keys=("a", "")), "HttpOptions.keys = 'an empty one': must be texts"),
+        (lambda: HttpOptions(keys=("a", "")), "HttpOptions.keys = 'an empty one': must be strings"),
         (lambda: HttpOptions(n=0), "HttpOptions.n = 0: must be in [1, 2^31)"),
         (lambda: ServiceOptions(grace="30"), "ServiceOptions.grace = '30': must be a number"),
         (lambda: ControllerOptions(greedy="no"), "ControllerOptions.greedy = 'no': must be True"),

@@ -124,7 +124,7 @@ def test_a_line_that_is_no_record_costs_only_itself(tmp_path, caplog):
     (tmp_path / METRICS).write_bytes(b"\n".join([lines[0], *bad, *lines[1:]]) + b"\n")
     with caplog.at_level("WARNING"):
         MetricsWriter(tmp_path, resumed=3).close()
-    assert "6 lines are no records" in caplog.text
+    assert "6 lines are not records" in caplog.text
     assert read_metrics(tmp_path) == good
 
 

@@ -237,7 +237,7 @@ def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any
 def _model_type(raw: Raw) -> str:
     kind = raw("model_type")
     if not isinstance(kind, str):
-        raise raw.refuse("model_type", kind, "must be a text, such as 'llama'")
+        raise raw.refuse("model_type", kind, "must be a string, such as 'llama'")
     return kind
 
 
@@ -316,7 +316,7 @@ def fetched(source: str | os.PathLike) -> pathlib.Path:
     if path.suffix == ".gguf":
         return gguf_folder(path)
     if path.exists():
-        raise CheckpointError(f"{path}: is no model: it has no {CONFIG}.")
+        raise CheckpointError(f"{path}: is not a model: it has no {CONFIG}.")
     name = os.fspath(source)
     if (packaged := packages.find(name)) is not None:
         return gguf_folder(packaged)

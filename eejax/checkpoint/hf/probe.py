@@ -330,7 +330,8 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
 
     need = ("attn/o", "mlp/down")
     if missing := [p for p in need if p not in found]:
-        raise raw.refuse("model_type", raw("model_type"), f"has no {missing} that could be told")
+        why = f"its {' and '.join(missing)} could not be identified"
+        raise raw.refuse("model_type", raw("model_type"), why)
     down = shapes[weight(found["mlp/down"])]
     product, transposed = (linear, True) if down[0] == d else (conv1d, False)
     d_ff = down[1] if transposed else down[0]
@@ -347,7 +348,7 @@ def layer_rules(raw: Raw, stack: Stack, found: dict[str, str], d: int) -> tuple[
         )
     gated = "mlp/gate" in found or "mlp/gate_up" in found
     if not gated and "mlp/up" not in found:
-        raise raw.refuse("model_type", raw("model_type"), "has no MLP that could be told")
+        raise raw.refuse("model_type", raw("model_type"), "its MLP could not be identified")
     if "attn/qkv" in found:
         n_kv = (out(found["attn/qkv"]) // head_dim - n_heads) // 2
     else:

@@ -102,8 +102,8 @@ def open_sidecar(path: pathlib.Path, config: ModelConfig) -> Sidecar | None:
     values = read_json(file)
     for name, kinds, what in (
         ("model", dict, "must be an object {...} of a ModelConfig's fields"),
-        ("digest", str, "must be a text"),
-        (CONTENT, str | None, "must be a text"),
+        ("digest", str, "must be a string"),
+        (CONTENT, str | None, "must be a string"),
     ):
         if not isinstance(values.get(name), kinds):
             raise CheckpointError(

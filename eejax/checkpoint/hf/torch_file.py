@@ -99,8 +99,8 @@ class TorchFile:
             ) from error
         except Exception as error:  # a pickle of something else may fail in any way
             raise CheckpointError(
-                f"{path}: is no file of weights alone ({error}). Nothing of it was run: save its "
-                "weights as safetensors."
+                f"{path}: is not a file of weights alone ({error}). Nothing of it was run: save "
+                "its weights as safetensors."
             ) from error
         if isinstance(values, dict) and isinstance(values.get("state_dict"), dict):
             values = values["state_dict"]
@@ -108,7 +108,7 @@ class TorchFile:
             raise CheckpointError(f"{path}: must hold a dict of tensors by name.")
         wrong = [n for n, t in values.items() if not isinstance(t, _Tensor)]
         if wrong:
-            raise CheckpointError(f"{path}: {wrong[0]!r} is no tensor.")
+            raise CheckpointError(f"{path}: {wrong[0]!r} is not a tensor.")
         self._tensors: dict[str, _Tensor] = values
 
     def names(self) -> Mapping[str, tuple[int, ...]]:

@@ -192,7 +192,7 @@ BREAKS = {
     "exits_of_null": (lambda p: side(p, model=None), "eejax.json: model = None: must be an object"),
     "exits_without_model": (lambda p: (p / "eejax.json").write_text("{}"), "eejax.json: model ="),
     "exits_no_list": (lambda p: side(p, exits=3), r"eejax.json: model.*\b3\b"),
-    "exits_digest": (lambda p: side(p, digest=3), "eejax.json: digest = 3: must be a text"),
+    "exits_digest": (lambda p: side(p, digest=3), "eejax.json: digest = 3: must be a string"),
     "layers_a_text": (
         lambda p: change(p, num_hidden_layers="2"),
         "config.json: num_hidden_layers = '2': must be a positive whole number",
@@ -240,7 +240,7 @@ BREAKS = {
     ),
     "type_no_text": (
         lambda p: change(p, model_type={"a": 1}),
-        r"model_type = {'a': 1}: must be a text",
+        r"model_type = {'a': 1}: must be a string",
     ),
     "tied_no_switch": (
         lambda p: change(p, tie_word_embeddings="x"),
@@ -305,7 +305,7 @@ def test_what_is_wrong_is_named(model, name):
 def test_type_must_be_a_text_for_every_reader(model, read):
     for kind in (["llama"], {"a": 1}, 5, True):
         change(model, model_type=kind)
-        with pytest.raises(CheckpointError, match="config.json: model_type = .*: must be a text"):
+        with pytest.raises(CheckpointError, match="config.json: model_type = .*: must be a string"):
             read(model)
 
 
@@ -466,7 +466,7 @@ def test_a_torch_file_runs_nothing(model, tmp_path):
     made = tmp_path / "made"
     with zipfile.ZipFile(model / "pytorch_model.bin", "w") as file:
         file.writestr("archive/data.pkl", pickle.dumps({"a": _Runs(made)}))
-    with pytest.raises(CheckpointError, match="no file of weights alone.*Nothing of it was run"):
+    with pytest.raises(CheckpointError, match="not a file of weights alone.*Nothing of it was run"):
         load_pretrained(model)
     assert not made.exists()
 
