@@ -135,18 +135,29 @@ def device(card: Card) -> Any:
     """Return a device of the card to place shapes on.
 
     Raises:
-      ConfigError: if JAX's CUDA plugin cannot be found.
+      ConfigError: if JAX's CUDA plugin cannot be found, or does not start.
     """
+    needed = f"jax-cuda12-pjrt or jax-cuda13-pjrt of JAX's own version, {jax.__version__}"
+    if not has_compiler():
+        raise ConfigError(
+            f"the compiler for GPUs is missing: it comes with {needed}. `make env` puts them into "
+            ".venv/lowering; elsewhere, name their folder in PYTHONPATH."
+        )
     try:
         return topologies.get_topology_desc(
             platform="cuda", target_config=card.description, topology="1x1x1"
         ).devices[0]
-    except Exception as error:
+    except Exception as error:  # the plugin's own errors have no common class
         raise ConfigError(
-            "the compiler for GPUs is missing: it comes with jax-cuda12-pjrt or jax-cuda13-pjrt"
-            f" of JAX's own version, {jax.__version__}. `make env` puts them into .venv/lowering; "
-            f"elsewhere, name their folder in PYTHONPATH. ({error})"
+            f"the compiler for GPUs does not start: {error}. It must be {needed}."
         ) from error
+
+
+def has_compiler() -> bool:
+    """Return whether JAX's plugin for CUDA, which has the compiler, can be imported."""
+    with contextlib.suppress(ModuleNotFoundError):
+        return any(importlib.util.find_spec(f"jax_plugins.xla_cuda{n}") for n in (12, 13))
+    return False
 
 
 def versions() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Continuous batching: `batched`, in which every request exits by itself, against `full`.
+"""Continuous batching: `recompute` in slots, where each request exits by itself, against `full`.
 
     eejax train --config=configs/demo_wide.py --workdir=runs/wide
     eejax bench batched --workdir=runs/wide --json
@@ -6,13 +6,13 @@
 Prompts of held-out text, greedy, float32, in interleaved pairs after warm-up; ratios are medians
 over pairs with 95 % bootstrap intervals. All engines read the same arrays of layers.
 
-For every batch size, with all slots in use: `no_exit_overhead` is the time of `batched` over `full`
+For every batch size, with all slots in use: `no_exit_overhead` is the time of `recompute` over `full`
 where no exit may fire. `exits` is the gain with exits, at the fastest threshold of at least 97 %
 agreement with the full model (teacher-forced, on the held-out text it is chosen on), without drafts
 and with them. `speculative` has drafts and no exits, so its tokens are the full model's. `curve`
 goes over thresholds. Each uses the plan that the simulator found best for it. `auto_ratio` runs
 three requests a slot, of different lengths, through the scheduler's queue, with exits turned off
-where they do not pay, over `full` through the same queue; beside it are `batched` with exits and
+where they do not pay, over `full` through the same queue; beside it are `recompute` with exits and
 without (which shows the value of prompts in chunks), and the seconds between tokens.
 `simulator_error` is simulated over measured seconds of a token, less 1, the median of all timed
 runs. `ideal` is the best simulated plan if the step itself cost nothing and no row were padding.
@@ -95,7 +95,7 @@ def main() -> None:
 
 
 def make_engines(model, slots: int):
-    """Build (`full`, `batched`) with this number of slots, reading the same arrays of layers."""
+    """Build (`full`, `recompute`) with this number of slots, reading the same arrays of layers."""
     from eejax.inference.engine import EarlyExitEngine
     from eejax.inference.options import EngineOptions
 

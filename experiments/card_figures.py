@@ -21,6 +21,30 @@ def cache_type(config: Any, batch: int, length: int) -> str:
     return f"{ELEMENTS[config.dtype]}[{','.join(map(str, sizes))}]"
 
 
+def step_trips(batch: int, cache: str, leaves: bool) -> Callable:
+    """Say how often the loops of a step run: see `branches`.
+
+    A loop of at most one round has the segments above the first exit, which run unless all leave,
+    or a chunk of prompts, which does not run. Both carry caches.
+
+    Returns:
+      a function for `hlo_cost.estimate`.
+    """
+    from eejax.experiments import hlo, hlo_cost
+
+    def trips(loop: hlo.Instruction, body: hlo_cost.Cost) -> int:
+        if not hlo.like(loop.type, cache) or hlo.has_known_trips(loop):
+            return hlo.trips(loop)
+        return int(_few_rows(body, batch) and not leaves)
+
+    return trips
+
+
+def _few_rows(cost: Any, batch: int) -> bool:
+    """Return whether products have one row for each request, and not those of a chunk of prompts."""
+    return cost.flops / max(cost.bytes, 1.0) <= 1.5 * max(batch, 2)
+
+
 def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
     """Choose the branches of a step where all requests continue with one row, or all leave early.
 
@@ -51,9 +75,8 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
             by_flops = sorted(range(1, len(costs)), key=lambda n: costs[n].flops)
             if kind == "propagate":
                 return by_flops[0 if leaves else -1]
-            least = costs[by_flops[0]]
             # A segment's conditional, whose rows run in place, or the prompts', which do not run.
-            few = len(rest) > 1 or least.flops / max(least.bytes, 1.0) <= 1.5 * max(batch, 2)
+            few = len(rest) > 1 or _few_rows(costs[by_flops[0]], batch)
             runs, begun[0] = few and not (leaves and begun[0]), True
             return IN_PLACE if runs else 0
         if gone[0] and leaves:
@@ -164,6 +187,7 @@ def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
     rates = hlo_cost.Rates(card.bandwidth, 0.7 * card.flops)
     found: dict[str, Any] = dict(
         copied_in_conditionals=sum(hlo.copies(program, 2**16).values()),
+        copied_in_loops=sum(hlo.copies(program, 2**16, "while").values()),
         temporary=made.memory.temp_size_in_bytes,
         scores=scores(program, made.length, made.config, one_query=loops),
         host_decisions=hlo.on_host(program),
@@ -182,7 +206,9 @@ def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
         found["loop"] = loop.name
 
     def estimate(leaves):
-        return hlo_cost.estimate(program, body, rates, branches(one.kind, one.batch, cache, leaves))
+        branch = branches(one.kind, one.batch, cache, leaves)
+        trips = step_trips(one.batch, cache, leaves)
+        return hlo_cost.estimate(program, body, rates, branch, trips)
 
     cost, floor = estimate(False), made.floor / card.bandwidth
     begins = hlo.first_writes(program, body, cache)

@@ -111,9 +111,7 @@ def decoding(
     """
     import jax
     import jax.numpy as jnp
-    import numpy as np
 
-    from eejax.common.trees import nbytes
     from eejax.experiments import aot
     from eejax.inference import decoding, generate
     from eejax.inference.options import EngineOptions, engine_config
@@ -149,9 +147,16 @@ def decoding(
         run, args = decoding.decode, (weights, state, n)
         static |= dict(size=steps)
     made = aot.compiled(card, run, *map(place, args), compiler_options=GRAPHS, **static)
-    floor = nbytes(weights.segments) + nbytes(state.cache)
-    floor += np.prod(weights.params["embed"]["tokens"].shape) * 2
-    return Compiled(made.as_text(), made.memory_analysis(), float(floor), 0.0, config, cache)
+    floor = step_bytes(weights, state)
+    return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config, cache)
+
+
+def step_bytes(weights, state) -> float:
+    """Return the bytes that a step at full depth must read: layers, whole caches and the head."""
+    from eejax.common.trees import nbytes
+
+    head = weights.params["embed"]["tokens"]  # which the final exit reads, as it is tied
+    return float(nbytes(weights.segments) + nbytes(state.cache) + nbytes(head))
 
 
 def slot_shapes(card, config, slots: int, context: int, options: Any) -> tuple[Any, Any, Any]:
@@ -205,7 +210,6 @@ def slots(card, config, *, slots: int, cache: int, options: Any = None):
     import jax
     import jax.numpy as jnp
 
-    from eejax.common.trees import nbytes
     from eejax.experiments import aot
     from eejax.inference import decoding
     from eejax.inference.options import EngineOptions, engine_config
@@ -215,8 +219,7 @@ def slots(card, config, *, slots: int, cache: int, options: Any = None):
     args = aot.shapes(card, (weights, state, jax.ShapeDtypeStruct((), jnp.int32)))
     static = dict(config=engine_config(config, options), options=options, size=8, prompts=True)
     made = aot.compiled(card, decoding.decode, *args, compiler_options=GRAPHS, **static)
-    floor = float(nbytes(weights.segments) + nbytes(state.cache))
-    length = state.cache.length
+    floor, length = step_bytes(weights, state), state.cache.length
     return Compiled(made.as_text(), made.memory_analysis(), floor, 0.0, config, length)
 
 
@@ -303,7 +306,7 @@ class CardProgram:
 
     Attributes:
       name: its displayed name.
-      kind: an engine's name for its decoding loop, "prompts" or "training".
+      kind: an engine's name for its decoding loop, "slots", "prompts" or "training".
       batch: sequences, or slots.
       build: function of the card that compiles it.
     """
@@ -333,7 +336,7 @@ def programs(small: bool) -> Iterator[CardProgram]:
     yield from (loop("recompute", batch, with_mlps, " with MLPs") for batch in (1, 8))
     for n in (8, 64):
         run = partial(slots, config=config, slots=n, cache=cache)
-        yield CardProgram(f"batched {n} slots", "batched", n, run)
+        yield CardProgram(f"recompute {n} slots", "slots", n, run)
     run = partial(decoding, config=config, engine="full", batch=8, cache=cache, prompt=prompt)
     yield CardProgram(f"prompts of {prompt} batch 8", "prompts", 8, run)
     for name, size in (("1.3B", model), ("350M", medium)):

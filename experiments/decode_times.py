@@ -32,13 +32,11 @@ class TimedDecoding:
 
 def program(config, ids: Sequence[int], new: int) -> tuple[int, int]:
     """Return the lengths of prompt and cache that a generator's programs are compiled for."""
-    from eejax.common.lengths import padded_length
     from eejax.inference import EngineOptions
-    from eejax.inference.generate import cache_length
+    from eejax.inference.generate import program_lengths
 
-    width = padded_length(len(ids), config.context_length)
-    tokens = max(width, len(ids) + new)
-    return width, cache_length(tokens, config.context_length, EngineOptions())
+    n = len(ids)
+    return program_lengths(n, n + new, config.context_length, EngineOptions())
 
 
 def with_layers_of(one, other):

@@ -67,6 +67,7 @@ ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _BRANCHES = re.compile(
     r"branch_computations=\{([^}]*)\}|(?:true_computation|false_computation)=%?([\w.\-]+)"
 )
+_TRIPS = re.compile(r'known_trip_count":\{"n":"(\d+)"')
 _CALLED = re.compile(r"(?:body|to_apply|calls)=%?([\w.\-]+)")
 
 
@@ -208,9 +209,14 @@ def _started(program: HloProgram, i: Instruction) -> int:
 
 
 def trips(i: Instruction) -> int:
-    """Return how often an instruction runs the computation that it calls, as far as XLA knows."""
-    known = re.search(r'known_trip_count":\{"n":"(\d+)"', i.rest)
+    """Return how often an instruction runs the computation that it calls, 1 if XLA does not know."""
+    known = _TRIPS.search(i.rest)
     return int(known[1]) if known else 1
+
+
+def has_known_trips(loop: Instruction) -> bool:
+    """Return whether XLA knows how often a loop runs."""
+    return _TRIPS.search(loop.rest) is not None
 
 
 def between(program: HloProgram, computation: str, marks: Callable[[Instruction], bool]) -> float:

@@ -70,6 +70,9 @@ class Rates:
 Branch = Callable[[hlo.Instruction, list[Cost]], int]
 """Chooses a branch of a conditional from the cost of each."""
 
+Trips = Callable[[hlo.Instruction, Cost], int]
+"""Says how often a loop runs, from the cost of its body."""
+
 
 def dearest(_: hlo.Instruction, costs: list[Cost]) -> int:
     """Choose the branch that takes the most time."""
@@ -81,21 +84,26 @@ def cheapest(_: hlo.Instruction, costs: list[Cost]) -> int:
     return min(range(len(costs)), key=lambda n: costs[n].seconds)
 
 
+def known_trips(loop: hlo.Instruction, _: Cost) -> int:
+    """Return how often XLA knows that a loop runs, or else 1."""
+    return hlo.trips(loop)
+
+
 def estimate(
     program: hlo.HloProgram,
     computation: str,
     rates: Rates,
     branch: Branch = dearest,
+    trips: Trips = known_trips,
 ) -> Cost:
     """Estimate the work of one run of a computation, including what it runs.
-
-    A loop counts as often as XLA knows that it runs, or else once.
 
     Args:
       program: the compiled program.
       computation: its name.
       rates: the device's rates.
       branch: chooses the branch that every conditional takes.
+      trips: says how often every loop runs.
 
     Returns:
       bytes, operations, launches and decisions of one run, and its seconds at those rates.
@@ -113,8 +121,8 @@ def estimate(
                     total += costs[branch(i, costs)]
                     total += Cost(decisions=1, seconds=rates.decision)
                 elif i.op == "while":
-                    once = Cost(decisions=1, seconds=rates.decision)
-                    total += (of(i.called[0]) + once).times(hlo.trips(i))
+                    own, once = of(i.called[0]), Cost(decisions=1, seconds=rates.decision)
+                    total += own.times(n := trips(i, own)) + once.times(max(n, 1))
                 elif i.op == "call":
                     total += of(i.called[0])
                 elif i.op not in hlo.FREE:

@@ -220,11 +220,11 @@ def _end(error: BaseException, message: str) -> None:
         sys.exit(message)
     from eejax.sharding import distributed
 
-    lost = distributed.lost(error)
+    lost = distributed.peer_failure_message(error)
     if lost:  # a guess: any error of XLA may be another process's end
         traceback.print_exception(error)
     print(f"error: {lost}" if lost else message, file=sys.stderr)
-    distributed.leave(1, alone=lost is not None)
+    distributed.exit_process(1, alone=lost is not None)
 
 
 def _mistake(error: Exception) -> str:
@@ -251,7 +251,7 @@ def _interrupted(line: str) -> None:
     if _joined():
         from eejax.sharding import distributed
 
-        distributed.meet()
+        distributed.wait_for_peers()
     interrupts.end(line)
 
 

@@ -162,8 +162,8 @@ class Decoder(abc.ABC):
         room = config.context_length - lengths
         max_new = np.minimum(min(max_new_tokens, config.context_length), room).astype(np.int32)
         request = RequestRows.make(config, lengths, max_new, policy, sampling, stop_token_ids)
-        most = int(max(tokens.shape[1], (lengths + max_new).max()))
-        length = cache_length(most, config.context_length, options, growing)
+        longest, most = int(lengths.max()), int((lengths + max_new).max())
+        _, length = program_lengths(longest, most, config.context_length, options, growing)
         if chunk is None:
             chunk = STREAM_CHUNK if stop_strings else int(max_new.max())
         chunk = min(chunk, max(1, int(max_new.max())))  # a loop has room for all steps of a chunk
@@ -272,6 +272,22 @@ class Generator(Decoder):
 def decode_size(steps: int) -> int:
     """Return the steps that a decoding loop of `steps` is compiled for."""
     return max(DECODE_STEPS, power_of_two(steps))
+
+
+def program_lengths(
+    prompt: int, tokens: int, context: int, options: EngineOptions, growing: bool = False
+) -> tuple[int, int]:
+    """Return the lengths of prompts and caches that programs are compiled for.
+
+    Args:
+      prompt: tokens of the longest prompt.
+      tokens: maximum tokens of a request, its prompt included.
+      context: the model's context.
+      options: the engine's.
+      growing: as in `cache_length`.
+    """
+    width = padded_length(prompt, context)
+    return width, cache_length(max(width, tokens), context, options, growing)
 
 
 def cache_length(tokens: int, context: int, options: EngineOptions, growing: bool = False) -> int:

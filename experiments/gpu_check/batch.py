@@ -60,7 +60,7 @@ def run(check: StageCheck) -> None:
     params = weights(config)
     check.measure("full", lambda: full(setup, params, slots))
     for chunk in reversed(setup.chunks):
-        check.measure(f"chunk {chunk}", partial(batched, setup, params, slots, chunk))
+        check.measure(f"chunk {chunk}", partial(recompute, setup, params, slots, chunk))
     check.measure("costs", lambda: costs(setup, params, slots))
 
 
@@ -79,7 +79,7 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
             one = dict(
                 config=config, slots=slots, cache=setup.context, options=batch_options(chunk)
             )
-            yield f"batched {slots} slots, chunk {chunk}", partial(card_programs.slots, **one)
+            yield f"recompute {slots} slots, chunk {chunk}", partial(card_programs.slots, **one)
 
 
 def full_options():
@@ -90,7 +90,7 @@ def full_options():
 
 
 def batch_options(chunk: int | None):
-    """Return the options of the engine `batched` at a chunk, or at its default one."""
+    """Return the options of `recompute` in slots at a chunk, or at its default one."""
     from eejax.inference.options import EngineOptions
 
     return EngineOptions(chunk=chunk)
@@ -99,8 +99,7 @@ def batch_options(chunk: int | None):
 def draw_thresholds(config, slots: int, seed: int = 0) -> np.ndarray:
     """Draw thresholds [slots, exits]: each request leaves by one exit, or by the final one."""
     rng = np.random.default_rng(seed)
-    chosen = rng.permutation(np.arange(slots) % len(SHARES)) if slots < 4 else _apportioned(slots)
-    chosen = rng.permutation(chosen)
+    chosen = rng.permutation(np.arange(slots) % len(SHARES) if slots < 4 else _apportioned(slots))
     return (chosen[:, None] != np.arange(config.n_exits)[None]).astype(float)
 
 
@@ -154,8 +153,8 @@ def full(setup: BatchStageSizes, params, slots: int) -> dict[str, float]:
     )
 
 
-def batched(setup: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, Any]:
-    """Time the engine `batched` at a chunk, with exits and without."""
+def recompute(setup: BatchStageSizes, params, slots: int, chunk: int) -> dict[str, Any]:
+    """Time `recompute` in slots at a chunk, with exits and without."""
     made = engine(setup, params, slots, chunk)
     texts = prompts(made.config, slots, setup.prompt)
     without = SteadyBatch(made, texts, slots * setup.new)

@@ -77,22 +77,24 @@ def run(check: StageCheck) -> None:
 
 def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
     """Yield the decoding loops, and the passes of prompts, in every form that is measured."""
+    from eejax.inference.generate import decode_size
+
     setup = sizes(check)
     if check.part in ("", "engines"):
         yield from _compared_programs(setup)
     if check.part == "engines":
         return
     check.figures["call_forms"] = call_forms()
-    config = setup.model.config(setup.context)
+    config, steps = setup.model.config(setup.context), decode_size(setup.new)
     for batch in setup.batches:
         one = partial(_generation, "", config, batch, setup.prompt, setup.new + 1)
         if check.part != "calls":
-            yield from one("recompute", token_options(setup, "recompute"), setup.new)
-        yield from one("full", token_options(setup, "full"), setup.new)
+            yield from one("recompute", token_options(setup, "recompute"), steps)
+        yield from one("full", token_options(setup, "full"), steps)
         if check.part in ("", "calls"):
             for way in call_ways():
                 one = partial(_generation, way, config, batch, setup.prompt, setup.new + 1)
-                yield from one("full", token_options(setup, "full"), setup.new)
+                yield from one("full", token_options(setup, "full"), steps)
 
 
 def _compared_programs(setup: DecodeSizes) -> Iterator[tuple[str, Callable]]:
@@ -105,21 +107,20 @@ def _compared_programs(setup: DecodeSizes) -> Iterator[tuple[str, Callable]]:
         for engine, options in compared_options().items():
             for name, build in one(engine, options, steps):
                 yield f"{name} {dtype}", build
-        slots = dict(slots=COMPARED_ROWS, cache=setup.context, options=compared_batch_options())
+        slots = dict(slots=COMPARED_ROWS, cache=setup.context, options=compared_slot_options())
         build = partial(card_programs.slots, config=config, **slots)
-        yield f"batched {dtype}", partial(_within, way, build)
+        yield f"slots {dtype}", partial(_within, way, build)
 
 
 def _generation(
     way: str, config, batch: int, prompt: int, new: int, engine: str, options, steps: int
 ) -> Iterator[tuple[str, Callable]]:
     """Yield the two programs of a generation of `new` tokens in calls of `steps`."""
-    from eejax.common.lengths import padded_length
+    from eejax.inference.generate import program_lengths
 
-    context = config.context_length
-    one = dict(config=config, batch=batch, options=options)
-    one |= dict(cache=cache_length(prompt, new, context, options), steps=steps)
-    for name, width in ((engine, 0), (f"prompts {engine}", padded_length(prompt, context))):
+    padded, cache = program_lengths(prompt, prompt + new, config.context_length, options)
+    one = dict(config=config, batch=batch, options=options, cache=cache, steps=steps)
+    for name, width in ((engine, 0), (f"prompts {engine}", padded)):
         build = partial(card_programs.decoding, prompt=width, **one)
         yield f"{name} {batch} {way}".strip(), partial(_within, way, build)
 
@@ -161,8 +162,8 @@ def compared_options() -> dict[str, Any]:
     }
 
 
-def compared_batch_options():
-    """Return the options of the engine `batched` that is compared with the oracle."""
+def compared_slot_options():
+    """Return the options of the engine with slots that is compared with the oracle."""
     from eejax.inference.options import EngineOptions
 
     return EngineOptions(cap=4)
@@ -188,15 +189,6 @@ def settings_of(way: str) -> Iterator[None]:
     }
     with ways[way]():
         yield
-
-
-def cache_length(prompt: int, new: int, context: int, options) -> int:
-    """Return the positions that a generation of `new` tokens allocates."""
-    from eejax.common.lengths import padded_length
-    from eejax.inference import generate
-
-    tokens = max(padded_length(prompt, context), prompt + new)
-    return generate.cache_length(tokens, context, options)
 
 
 def positions_read(prompt: int, new: int) -> float:
@@ -254,24 +246,24 @@ def engines(setup: DecodeSizes, dtype: str) -> dict[str, Any]:
             found[name] = differences(
                 oracle_result, result.tokens, result.exits if exits else None, TIES[dtype]
             )
-        tokens, exits = batched(params, config, texts, setup.new, threshold)
-        found["batched"] = differences(right, tokens, exits, TIES[dtype])
+        tokens, exits = in_slots(params, config, texts, setup.new, threshold)
+        found["slots"] = differences(right, tokens, exits, TIES[dtype])
     early = float((right.exits < config.n_exits).mean())
     found |= dict(threshold=threshold, left_early=early, tie=TIES[dtype])
-    wrong = [name for name in ("recompute", "speculative", "batched") if found[name]["others"]]
+    wrong = [name for name in ("recompute", "speculative", "slots") if found[name]["others"]]
     if wrong and dtype == "float32":
         raise AssertionError(f"unlike the oracle beyond near-ties: {found}")
     return found
 
 
-def batched(params, config, texts, new: int, threshold: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens and exits [texts, new] of the engine `batched`."""
+def in_slots(params, config, texts, new: int, threshold: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return tokens and exits [texts, new] of `recompute` with a slot for each text."""
     from eejax.inference.engine import EarlyExitEngine
     from eejax.inference.policy import ExitPolicy
     from eejax.inference.request import EngineRequest
     from eejax.inference.scheduler import Scheduler
 
-    engine = EarlyExitEngine.make(params, config, compared_batch_options(), slots=len(texts))
+    engine = EarlyExitEngine.make(params, config, compared_slot_options(), slots=len(texts))
     scheduler = Scheduler(engine)
     policy = ExitPolicy.make(config, 1, threshold)
     for i, text in enumerate(texts):
@@ -351,6 +343,7 @@ def token(
       them; and for an exit what `exit_gain` returns.
     """
     from eejax.inference import Generator
+    from eejax.inference.generate import program_lengths
 
     config = setup.model.config(setup.context)
     engine, rules = "full", {}
@@ -382,6 +375,8 @@ def token(
     read = partial(bytes_read, generator.weights, config)
     positions = positions_read(setup.prompt, setup.new)
     floor = read(depth, batch, positions)
+    tokens = setup.prompt + setup.new + 1
+    _, allocated = program_lengths(setup.prompt, tokens, setup.context, options)
 
     def each(value):
         return round(value / setup.new, 3)
@@ -390,9 +385,7 @@ def token(
         ms_per_step=1e3 * seconds / setup.new,
         tokens_per_second=batch * setup.new / seconds,
         floor_bytes=floor,
-        allocated_bytes=read(
-            depth, batch, cache_length(setup.prompt, setup.new + 1, setup.context, options)
-        ),
+        allocated_bytes=read(depth, batch, allocated),
         share_of_floor=floor / copied / (seconds / setup.new),
         launches_per_step=each(traced["kernels"]),
         copies_per_step={k: each(n) for k, n in traced["copies"].items()},

@@ -84,10 +84,12 @@ def programs(check: StageCheck) -> Iterator[tuple[str, Callable]]:
 
     setup, described = sizes(check), members(sizes(check))
     _, few = request_texts(setup)
-    with call.compute_capability(aot.CARDS[check.card].capability):
+    capability = aot.CARDS[check.card].capability
+    with call.compute_capability(capability):
         _, counts = slot_counts(setup, described)
     for name, member in described.items():
-        for what, build in helios_programs.of_member(member, counts[name], setup.context):
+        own = (member, counts[name], setup.context, capability)
+        for what, build in helios_programs.member_programs(*own):
             yield f"{name} {what}", build
         scored = dict(config=member.config, texts=few, context=setup.context)
         yield f"{name} scores", partial(helios_programs.scores, **scored)

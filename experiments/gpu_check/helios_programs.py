@@ -12,8 +12,8 @@ import numpy as np
 from eejax.experiments import card_programs
 
 
-def of_member(
-    member, counts: Sequence[int], context: int
+def member_programs(
+    member, counts: Sequence[int], context: int, capability: int
 ) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     """Yield a model's loops, the programs by which it grows, and those of audits.
 
@@ -21,12 +21,16 @@ def of_member(
       member: a `FleetMember`, whose parameters are not used.
       counts: requests at each depth, as `PartialModel` takes them.
       context: maximum tokens of a request.
+      capability: the card's compute capability, on which open options depend.
     """
     from eejax.helios.build import audited_lengths
+    from eejax.kernels import call
 
     config, n = member.config, member.config.n_exits + 1
     # As in `PartialModel`, all depths use the buckets of the first depth's slots.
-    options = dataclasses.replace(member.options.resolved(config, counts[0]), can_deepen=True)
+    with call.compute_capability(capability):
+        options = member.options.resolved(config, counts[0])
+    options = dataclasses.replace(options, can_deepen=True)
 
     def at(depth):
         return dataclasses.replace(options, num_segments=depth)

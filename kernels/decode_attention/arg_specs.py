@@ -110,6 +110,6 @@ def spec(dtype: str, case: tuple, small: bool, full: bool = False) -> Spec:
 SPECS = (
     *(spec(dtype, case, True) for dtype in ("float32", "float16", "bfloat16") for case in SMALL),
     *(spec("bfloat16", case, False) for case in LARGE),
-    *(spec("float32", case, False) for case in (LARGE[10], *LARGE[3::2])),
+    *(spec("float32", case, False) for case in LARGE[1::2]),  # of every form
     spec("float16", LARGE[1], False),
 )

@@ -299,6 +299,19 @@ def test_a_loop_counts_as_often_as_it_is_known_to_run():
     assert most.decisions == 3 * 2
 
 
+def test_a_loop_may_be_said_to_run_more_or_less_often():
+    def counted(n):
+        return hlo_cost.estimate(program(), "main", RATES, trips=lambda loop, body: n)
+
+    none, one, two = map(counted, range(3))
+    assert none.launches == 3 and none.decisions == 1  # the loop's condition is read once
+    assert two.launches - one.launches == one.launches - none.launches > 0
+    text = TEXT.replace("CALLED", 'custom_call_target="f"').replace("KNOWN", "condition=%goes")
+    for found, known in ((program(), True), (hlo.parse(text), False)):
+        ((loop, _),) = found.loops()
+        assert hlo.has_known_trips(loop) == known
+
+
 def test_temporaries_are_what_is_written():
     found = hlo.temporaries(program())
     assert found["f32[100,64]"] == CACHE and "bf16[16,32]" not in found

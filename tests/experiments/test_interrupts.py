@@ -211,8 +211,9 @@ def test_tests_keep_the_handler_of_their_own():
 
 def test_an_error_that_counts_as_another_process_s_end_keeps_its_traceback(monkeypatch, capsys):
     monkeypatch.setattr(launch, "_joined", lambda: True)
-    monkeypatch.setattr(distributed, "lost", lambda error: "another process has died")
-    monkeypatch.setattr(distributed, "leave", lambda status, alone: None)
+    died = "another process has died"
+    monkeypatch.setattr(distributed, "peer_failure_message", lambda error: died)
+    monkeypatch.setattr(distributed, "exit_process", lambda status, alone: None)
     launch._end(RuntimeError("INTERNAL: the compiler failed"), "unused")
     *_, cause, last = capsys.readouterr().err.splitlines()
-    assert "the compiler failed" in cause and last == "error: another process has died"
+    assert "the compiler failed" in cause and last == f"error: {died}"

@@ -29,7 +29,7 @@ DECODING = (
     *PROPAGATE,
     *WITH_MLPS,
 )
-SLOTS = ("batched 8 slots",)
+SLOTS = ("recompute 8 slots",)
 PROMPTS = ("prompts of 48 batch 8",)
 TRAINING = tuple(f"training 350M {n} exits" for n in range(4))
 MASKED = ("training 350M of documents", "training 350M of windows")
@@ -84,9 +84,11 @@ def graphed(log: str) -> dict[str, set[str]]:
     return found
 
 
-def test_no_conditional_copies_a_cache(compiled):
+@pytest.mark.parametrize("parts", ["conditionals", "loops"])
+def test_no_step_copies_a_cache(compiled, parts):
+    """Steps are parts of loops, and so is what they run only where a request goes deeper."""
     found, _ = compiled
-    copied = {name: found[name]["copied_in_conditionals"] for name in (*DECODING, *SLOTS)}
+    copied = {name: found[name][f"copied_in_{parts}"] for name in (*DECODING, *SLOTS)}
     assert copied == dict.fromkeys(copied, 0)
 
 
@@ -113,7 +115,7 @@ def test_launches_of_a_layer(compiled):
 
 def test_attention_writes_no_scores(compiled):
     found, _ = compiled
-    written = {name: found[name]["scores"] for name in (*DECODING, *PROMPTS, *TRAINING, *MASKED)}
+    written = {name: found[name]["scores"] for name in ALL}
     assert written == dict.fromkeys(written, 0)
 
 
@@ -147,7 +149,7 @@ def test_scores_of_one_query_have_no_dimension_for_it(shape):
 def test_a_step_copies_no_weights(compiled):
     """The MLPs of exits among them, whose width is no multiple of 64 here."""
     found, _ = compiled
-    written = {name: found[name]["weights_written"] for name in DECODING}
+    written = {name: found[name]["weights_written"] for name in (*DECODING, *SLOTS)}
     assert written == dict.fromkeys(written, 0)
 
 
