@@ -64,6 +64,31 @@ class ComparedConfig(NamedTuple):
     why: str = ""
 
 
+_FOUND: dict[tuple, ComparedConfig] = {}  # of folders, by `_stamp`
+
+
+def _stamp(path: pathlib.Path) -> tuple:
+    """Return a key that changes with a folder's files."""
+    files = sorted((f.name, f.stat().st_mtime_ns) for f in path.iterdir() if f.is_file())
+    return path.resolve(), *files
+
+
+def remember(path: pathlib.Path, found: ComparedConfig) -> None:
+    """Keep what a comparison of a folder found for `remembered`."""
+    _FOUND[_stamp(path)] = found
+
+
+def remembered(path: pathlib.Path, config: ModelConfig) -> ComparedConfig | None:
+    """Return what an earlier comparison found, None if there was none since the files changed.
+
+    Its configuration has the dtype and the padding of `config`.
+    """
+    if (found := _FOUND.get(_stamp(path))) is None:
+        return None
+    same = found.config.replace(dtype=config.dtype, vocab_multiple=config.vocab_multiple)
+    return found._replace(config=same)
+
+
 def incomparable(path: pathlib.Path, config: ModelConfig) -> str:
     """Return why transformers cannot compute the model here, or ""."""
     if params.count(config) > MAX_PARAMETERS:

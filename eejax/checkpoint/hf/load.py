@@ -127,17 +127,18 @@ def load_pretrained(
     require_one_of("dtype", dtype, DTYPES)
     say = watch or (lambda line: None)
     path = fetched(source)
-    raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    kind = _model_type(raw)
-    if (how := raw("quantization_config", None)) is not None:
-        raise raw.refuse(
-            "quantization_config",
-            how,
-            "quantised weights are not read: give the model that it was made of",
-        )
+    raw = _raw(path)
     settings = generation.read(path, raw.values)
     folder = Folder(path)
-    family, base, tied = _recognise(raw, kind, folder, dtype, say)
+    if (kind := raw("model_type")) not in FAMILIES:
+        say(f"model_type {kind!r} is not known: looking at its {len(folder.shapes)} tensors")
+    family, base, tied = _recognise(raw, folder, dtype)
+    if raw("tie_word_embeddings", family.tied) and not tied:
+        warnings.warn(
+            f"{path}: tie_word_embeddings is true, but its head is not its embedding: it is read "
+            "as a head of its own, as transformers has it since version 5.",
+            stacklevel=2,
+        )
     table = named(family.rules(base, raw), base)
     tensors = _Tensors(folder, family, base, table, tied)  # checks what there is
     side = sidecar.open_sidecar(path, base)
@@ -168,28 +169,38 @@ def load_pretrained(
     return Pretrained(config, tree, family, path, raw.values, guessed, settings)
 
 
-def _recognise(
-    raw: Raw, kind: str, folder: Folder, dtype: str, say: Callable[[str], None]
-) -> tuple[Family, ModelConfig, bool]:
-    """Return the family of a model type, the model, and whether that has no head of its own."""
-    if kind not in FAMILIES:
-        probe.refuse(raw, folder.shapes)
-    _check_layers(raw, folder.shapes)
+def _raw(path: pathlib.Path) -> Raw:
+    """Read a folder's config.json, which must name the type of a model that is not quantised."""
+    raw = Raw(path / CONFIG, read_json(path / CONFIG))
+    kind = raw("model_type")
+    if not isinstance(kind, str):
+        raise raw.refuse("model_type", kind, "must be a string, such as 'llama'")
+    if (how := raw("quantization_config", None)) is not None:
+        why = "quantised weights are not read: give the model that it was made of"
+        raise raw.refuse("quantization_config", how, why)
+    return raw
+
+
+def _recognise(raw: Raw, folder: Folder | None, dtype: str) -> tuple[Family, ModelConfig, bool]:
+    """Return the family of a model type, the model, and whether that has no head of its own.
+
+    Of a known type there may be no `folder`: then a head is tied if config.json says so.
+    """
+    kind = raw("model_type")
+    if folder is not None:
+        if kind not in FAMILIES:
+            probe.refuse(raw, folder.shapes)
+        _check_layers(raw, folder.shapes)
     if kind in FAMILIES:
         family = FAMILIES[kind]
     else:
-        say(f"model_type {kind!r} is not known: looking at its {len(folder.shapes)} tensors")
+        assert folder is not None
         family = probe.guess(raw, folder.shapes)
     base = family.read(raw).replace(dtype=dtype)
-    if kind not in FAMILIES and (why := compare.incomparable(folder.path, base)):
+    if kind not in FAMILIES and (why := compare.incomparable(raw.path.parent, base)):
         compare.require_unambiguous(raw, family.rules(base, raw), why)
     tied = raw("tie_word_embeddings", family.tied)
-    if tied and _has_unlike_head(folder, family, base, raw):
-        warnings.warn(
-            f"{folder.path}: tie_word_embeddings is true, but its head is not its embedding: it is "
-            "read as a head of its own, as transformers has it since version 5.",
-            stacklevel=3,
-        )
+    if tied and folder is not None and _has_unlike_head(folder, family, base, raw):
         base, tied = base.replace(head="own"), False
     return family, base, tied
 
@@ -213,32 +224,27 @@ def _readers(
 def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any]]:
     """Return (model, config.json) of a folder.
 
-    Weights are read only if its type is unknown, or to compare a tied head with the embedding.
-    Raises as `load_pretrained`.
+    Weights are read to compare a tied head with the embedding, or once a model of an unknown type
+    with transformers. Raises as `load_pretrained`.
     """
-    raw = Raw(path / CONFIG, read_json(path / CONFIG))
-    kind = _model_type(raw)
-    if kind not in FAMILIES:
-        found = load_pretrained(path)
-        return found.config, found.raw
-    family = FAMILIES[kind]
-    base = family.read(raw)
-    if raw("tie_word_embeddings", family.tied):
-        try:
-            folder = Folder(path)
-        except CheckpointError:  # there are no weights to compare; who loads them is told
-            folder = None
-        if folder is not None and _has_unlike_head(folder, family, base, raw):
-            base = base.replace(head="own")
+    raw = _raw(path)
+    known = raw("model_type") in FAMILIES
+    try:
+        folder = Folder(path)
+    except CheckpointError:
+        if not known:
+            raise
+        folder = None  # there are no weights to compare; who loads them is told
+    base = _recognise(raw, folder, "float32")[1]
     side = sidecar.open_sidecar(path, base)
-    return base if side is None else side.config, raw.values
-
-
-def _model_type(raw: Raw) -> str:
-    kind = raw("model_type")
-    if not isinstance(kind, str):
-        raise raw.refuse("model_type", kind, "must be a string, such as 'llama'")
-    return kind
+    config = base if side is None else side.config
+    if known or compare.incomparable(path, base):
+        return config, raw.values
+    if compare.remembered(path, config) is None:
+        load_pretrained(path)
+    found = compare.remembered(path, config)
+    assert found is not None
+    return found.config, raw.values
 
 
 def _check_layers(raw: Raw, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -292,13 +298,14 @@ def _kept(config: ModelConfig, dtype: str) -> Tree:
 def _compared(raw: Raw, config: ModelConfig, tree: Tree, family: Family, say):
     """Return the configuration of a guess, and a sentence on how sure it is."""
     path = raw.path.parent
-    found = compare.verified(raw, config, tree, say)
+    found = compare.remembered(path, config) or compare.verified(raw, config, tree, say)
+    compare.remember(path, found)
+    config = found.config
     if found.why:
         compare.require_unambiguous(raw, family.rules(config, raw), found.why)
     about = f"{path}: model_type {family.model_type!r} is not known; by its tensors it"
     if found.sure:
-        return found.config, f"{about} is a model {found.comparison}"
-    config = found.config
+        return config, f"{about} is a model {found.comparison}"
     message = (
         f"{about} may be one of norm {config.norm!r}, {config.norm_placement!r}, residual "
         f"{config.residual!r}, position {config.position!r}, activation {config.activation!r}: a "

@@ -309,6 +309,13 @@ def test_type_must_be_a_text_for_every_reader(model, read):
             read(model)
 
 
+@pytest.mark.parametrize("read", [load_pretrained, pretrained_config])
+def test_quantised_weights_are_refused_by_every_reader(model, read):
+    change(model, quantization_config={"bits": 4})
+    with pytest.raises(CheckpointError, match="quantised weights are not read"):
+        read(model)
+
+
 def test_exits_without_their_settings_are_told(model):
     (model / "eejax.json").unlink()
     with pytest.warns(UserWarning, match="eejax_exits.safetensors is not read, because eejax.json"):

@@ -1,6 +1,7 @@
 """Models of unknown types: recognised by their tensors, compared with transformers."""
 
 import json
+import os
 
 import hf_models
 import jax
@@ -11,6 +12,7 @@ from safetensors.numpy import save_file
 
 from eejax.checkpoint.hf import compare, load_pretrained
 from eejax.checkpoint.hf.fields import Raw
+from eejax.checkpoint.hf.load import pretrained_config
 from eejax.common.errors import CheckpointError
 from eejax.models import exits, transformer
 
@@ -189,7 +191,26 @@ def test_what_is_compared_is_told(tmp_path, monkeypatch):
     ):
         with monkeypatch.context() as patch, pytest.warns(UserWarning, match=f"a guess.*{told}"):
             patch.setattr(compare, name, most)
+            (path / name).touch()  # so that the folder is compared anew
             load_pretrained(path)
+
+
+def test_a_folder_is_compared_once_until_its_files_change(tmp_path, monkeypatch):
+    recorded("llama", tmp_path / "m", model_type="of_nobody")
+    seen = []
+
+    def verified(raw, config, tree, say):
+        seen.append(raw.path)
+        return compare.ComparedConfig(config.replace(norm_plus_one=True), True, "which fits")
+
+    monkeypatch.setattr(compare, "incomparable", lambda path, config: "")
+    monkeypatch.setattr(compare, "verified", verified)
+    first, again = (load_pretrained(tmp_path / "m", dtype="bfloat16").config for _ in range(2))
+    described, _ = pretrained_config(tmp_path / "m")
+    assert first.norm_plus_one and again == first and len(seen) == 1
+    assert described == first.replace(dtype="float32")
+    os.utime(tmp_path / "m" / "config.json", ns=(0, 0))
+    assert pretrained_config(tmp_path / "m")[0] == described and len(seen) == 2
 
 
 def test_code_of_a_folder_is_never_run(tmp_path, monkeypatch):
