@@ -9,11 +9,10 @@ beginnings of stages 1 and 2; 64 microbatches. Unlike in the paper's Table 1, th
 
 `exit_memory_overhead`: growth of a device's memory (XLA's temporaries, arguments and outputs of the
 compiled executor on four fake devices, nothing is run), exits "mixed", remat "none".
-`exit_time_overhead`: of the simulated step, by the clock "neighbours", with costs of the operations
-measured here at an eighth of the width, length and vocabulary, so that heads, layers and scores
-have the proportions of the large model. Both are also given for every other policy, and
-`memory_vs_1f1b`, against EE-LLM's asynchronous schedule (estimated: parameters with Adam's state,
-and activations).
+`exit_time_overhead`: of the simulated step, with costs of the operations measured here at an eighth
+of the width, length and vocabulary, so that heads, layers and scores have the proportions of the
+large model. Both are also given for every other policy, and `memory_vs_1f1b`, against EE-LLM's
+asynchronous schedule (estimated: parameters with Adam's state, and activations).
 
 Then two real stages, `measured`: pairs of steps with an exit at the beginning of stage 0 and
 without; `simulator_error`, the larger of |simulated - measured| / measured time of these two

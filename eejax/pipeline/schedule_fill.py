@@ -52,7 +52,7 @@ class Filled:
 
     Attributes:
       schedule: the table; microbatches are numbered in this order.
-      time: simulated time by the clock "neighbours".
+      time: simulated time (`simulate`).
       alone: simulated time of the whole microbatches without the inserted ones.
     """
 
@@ -118,9 +118,9 @@ def filled(
 ) -> Filled:
     """Return `one_f_one_b` of `microbatches` with as many more as fit into the same time.
 
-    An insertion is kept only if the simulated time, by the clock "neighbours" and `costs`, grows by
-    no more than the fraction `tolerance`. Otherwise the microbatch takes a shorter route, and if
-    none fits nothing is inserted. Inserted microbatches have their exits deferred.
+    An insertion is kept only if the simulated time, with `costs`, grows by no more than the
+    fraction `tolerance`. Otherwise the microbatch takes a shorter route, and if none fits nothing
+    is inserted. Inserted microbatches have their exits deferred.
 
     Args:
       costs: time of the parts of each stage.

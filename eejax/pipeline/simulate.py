@@ -1,12 +1,9 @@
 """Simulated time of a schedule: operations of given cost, in the order in which the executor runs
 them.
 
-There are three clocks. "neighbours" is the executor's: a stage begins a step when it has finished
-the previous one, and so have all stages that it exchanged values with after it, since an exchange
-waits for both sides. Those are the two stages next to it, or fewer if the step has links.
-"barrier": a step begins when all stages have finished the previous one. "dataflow": an operation
-begins when its inputs are there and its stage is free, the earliest time that the order of a table
-allows. Sending takes no time.
+A stage begins a step when it has finished the previous one, and so have all stages that it
+exchanged values with after it, since an exchange waits for both sides. Those are the two stages
+next to it, or fewer if the step has links. Sending takes no time.
 """
 
 from __future__ import annotations
@@ -18,10 +15,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from eejax.common.errors import require, require_one_of
-from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Operation, Schedule
-
-CLOCKS = ("neighbours", "barrier", "dataflow")
+from eejax.common.errors import require
+from eejax.pipeline.schedule import BACKWARD, EXITS, FORWARD, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,7 +207,7 @@ def step_costs(schedule: Schedule, costs: StageCosts) -> np.ndarray:
 
 
 def neighbours_time(steps: np.ndarray, links: np.ndarray | None = None) -> float:
-    """Return the time of steps under "neighbours" alone, for searches.
+    """Return the time of `simulate` alone, for searches.
 
     Args:
       steps: [steps, stages], time of each stage's operations in each step.
@@ -230,33 +225,24 @@ def neighbours_time(steps: np.ndarray, links: np.ndarray | None = None) -> float
     return float(ready.max(initial=0.0))
 
 
-def simulate(schedule: Schedule, costs: StageCosts, clock: str = "neighbours") -> Timeline:
-    """Simulate a schedule by one of `CLOCKS`.
+def simulate(schedule: Schedule, costs: StageCosts) -> Timeline:
+    """Simulate a schedule.
 
     Raises `ConfigError` if `costs` have another number of stages.
     """
-    require_one_of("clock", clock, CLOCKS)
+    p = schedule.stages
     require(
-        costs.stages == schedule.stages,
+        costs.stages == p,
         "costs.stages",
         costs.stages,
-        f"must be the schedule's number of stages ({schedule.stages})",
+        f"must be the schedule's number of stages ({p})",
     )
-    if clock == "dataflow":
-        return _dataflow(schedule, costs)
-    return _lockstep(schedule, costs, everybody=clock == "barrier")
-
-
-def _lockstep(schedule: Schedule, costs: StageCosts, everybody: bool) -> Timeline:
-    p = schedule.stages
 
     def waits_for(t: int, i: int) -> list[int]:
         """Return the stages whose end of step t stage i waits for, stage i first.
 
         So on a tie the critical path stays on the stage.
         """
-        if everybody:
-            return [i, *range(i), *range(i + 1, p)]
         link = schedule.links[t]
         below = [i - 1] if i > 0 and link[i - 1] else []
         return [i, *below, *([i + 1] if i < p - 1 and link[i] else [])]
@@ -286,22 +272,6 @@ def _lockstep(schedule: Schedule, costs: StageCosts, everybody: bool) -> Timelin
         critical += [op for op in reversed(row[i]) if op.end > op.begin]
         i = causes[i]
     return Timeline(p, tuple(ops), tuple(reversed(critical)))
-
-
-def _dataflow(schedule: Schedule, costs: StageCosts) -> Timeline:
-    queues: list[list[tuple[Operation, float]]] = [[] for _ in range(schedule.stages)]
-    for step in schedule.steps:
-        for i, ops in enumerate(step.ops):
-            queues[i] += [(op, costs.of(op.kind, i, schedule.recompute)) for op in ops]
-
-    def before(op: Operation, stage: int) -> tuple[int, Operation] | None:
-        if op.kind == FORWARD and stage > 0:
-            return stage - 1, op
-        if op.kind == BACKWARD and stage < schedule.routes[op.microbatch].top:
-            return stage + 1, op
-        return None  # its input was made on this stage, earlier in its order
-
-    return run_queues(queues, before)
 
 
 class QueuedOperation(Hashable, Protocol):
@@ -367,7 +337,7 @@ def run_queues(
 def exit_time_overhead(without: Schedule, with_exits: Schedule, costs: StageCosts) -> float:
     """Return how much longer a schedule with early exits takes than one without: 0.01 is 1 %.
 
-    The clock is "neighbours". `costs` are those with exits, which the first schedule does not pay.
+    `costs` are those with exits, which the first schedule does not pay.
     """
     base = simulate(without, costs.without_exits).time
     return simulate(with_exits, costs).time / base - 1

@@ -14,13 +14,14 @@ from eejax.pipeline.schedule import (
     EXITS,
     FORWARD,
     Operation,
+    Schedule,
     gpipe,
     one_f_one_b,
 )
 from eejax.pipeline.simulate import (
-    CLOCKS,
     PassTime,
     StageCosts,
+    Timeline,
     exit_time_overhead,
     neighbours_time,
     run_queues,
@@ -48,6 +49,29 @@ def drawn(draw, most_stages=6):
     again = draw(st.booleans())
     schedule = make(p, m, exit_stages=sorted(exits), exits=policy, recompute=again)
     return schedule, StageCosts(each(), entry, each(), draw(works))
+
+
+def barrier(schedule: Schedule, costs: StageCosts) -> float:
+    """The time if a step begins when all stages have finished the previous one."""
+    return step_costs(schedule, costs).max(1).sum()
+
+
+def dataflow(schedule: Schedule, costs: StageCosts) -> Timeline:
+    """Operations begin when their inputs are there and their stage is free: the earliest time that
+    the order of a table allows."""
+    queues = [[] for _ in range(schedule.stages)]
+    for step in schedule.steps:
+        for i, ops in enumerate(step.ops):
+            queues[i] += [(op, costs.of(op.kind, i, schedule.recompute)) for op in ops]
+
+    def before(op: Operation, stage: int) -> tuple[int, Operation] | None:
+        if op.kind == FORWARD and stage > 0:
+            return stage - 1, op
+        if op.kind == BACKWARD and stage < schedule.routes[op.microbatch].top:
+            return stage + 1, op
+        return None  # its input was made on this stage, earlier in its order
+
+    return run_queues(queues, before)
 
 
 def rows_of_ticks(layers, entry, inner, final, n, policy, again):
@@ -86,26 +110,22 @@ def test_1f1b_takes_what_its_law_of_ticks_takes(case, policy, again):
     for row in rows:
         end = [max(end[max(i - 1, 0) : i + 2]) + cost for i, cost in enumerate(row)]
     assert simulate(schedule, c).time == neighbours_time(np.array(rows)) == max(end)
-    assert simulate(schedule, c, "barrier").time == sum(map(max, rows))
 
 
 @given(drawn())
-def test_clocks_in_order_and_no_faster_than_any_stage_can_work(case):
+def test_no_faster_than_inputs_and_stages_allow_and_no_slower_than_a_barrier(case):
     schedule, c = case
-    lines = {clock: simulate(schedule, c, clock) for clock in CLOCKS}
-    neighbours, barrier, dataflow = (lines[clock].time for clock in CLOCKS)
-    assert dataflow <= neighbours <= barrier
+    line, earliest = simulate(schedule, c), dataflow(schedule, c)
     busy = step_costs(schedule, c).sum(0)
-    assert dataflow >= busy.max()
-    for line in lines.values():
-        np.testing.assert_array_equal(line.idle, line.time - busy)
+    assert busy.max() <= earliest.time <= line.time <= barrier(schedule, c)
+    for timeline in (line, earliest):
+        np.testing.assert_array_equal(timeline.idle, timeline.time - busy)
 
 
 @given(drawn())
 def test_operations_wait_for_what_they_read_and_stages_do_one_at_a_time(case):
     schedule, c = case
-    for clock in CLOCKS:
-        line = simulate(schedule, c, clock)
+    for line in (simulate(schedule, c), dataflow(schedule, c)):
         at = {(op.kind, op.microbatch, op.stage): op for op in line.ops}
         assert set(at) == set(schedule.when) and len(at) == len(line.ops)
         for (kind, m, i), op in at.items():
@@ -134,8 +154,7 @@ def test_operations_wait_for_what_they_read_and_stages_do_one_at_a_time(case):
 @given(drawn())
 def test_the_critical_path_is_a_gapless_chain_as_long_as_all(case):
     schedule, c = case
-    for clock in CLOCKS:
-        line = simulate(schedule, c, clock)
+    for line in (simulate(schedule, c), dataflow(schedule, c)):
         if line.time == 0:
             assert line.critical == ()
             continue
@@ -150,11 +169,12 @@ def test_the_critical_path_is_a_gapless_chain_as_long_as_all(case):
 
 @given(st.integers(1, 8), st.integers(1, 20), times, times)
 def test_1f1b_without_exits_has_the_critical_path_of_1f1b(p, m, f, b):
-    """EE-LLM, Appendix A.3.1: (P - 1) f + M (f + b) + (P - 1) b, by every clock."""
+    """EE-LLM, Appendix A.3.1: (P - 1) f + M (f + b) + (P - 1) b, which is also the earliest."""
     c = stage_costs((1,) * p, layer=PassTime(f, b))
     expected = (p - 1) * f + m * (f + b) + (p - 1) * b
-    for clock in CLOCKS:
-        assert simulate(one_f_one_b(p, m), c, clock).time == expected
+    schedule = one_f_one_b(p, m)
+    assert dataflow(schedule, c).time == simulate(schedule, c).time == expected
+    assert barrier(schedule, c) == expected
 
 
 @given(st.integers(1, 8), st.integers(1, 20), times, times)
@@ -185,8 +205,8 @@ def test_aligned_exits_cost_no_time(case, m):
     c = cost_of(*case)
     without, aligned = one_f_one_b(p, m), one_f_one_b(p, m, exit_stages=stages, exits="aligned")
     assert exit_time_overhead(without, aligned, c) == 0
-    for clock in CLOCKS:
-        assert simulate(aligned, c, clock).time == simulate(without, c.without_exits, clock).time
+    assert dataflow(aligned, c).time == dataflow(without, c.without_exits).time
+    assert barrier(aligned, c) == barrier(without, c.without_exits)
 
 
 @given(one_exit_a_stage(), st.integers(0, 20))
@@ -196,8 +216,7 @@ def test_mixed_exits_cost_no_time_where_two_fit_beside_a_backward_pass(case, mor
     half = exit * 0.5  # 2 ee <= fe <= f + fe, so both conditions hold
     c = cost_of(p, stages, f, fe, half)
     mixed = one_f_one_b(p, m, exit_stages=stages, exits="mixed")
-    base = simulate(one_f_one_b(p, m), c.without_exits, "barrier").time
-    assert simulate(mixed, c, "barrier").time == base
+    assert barrier(mixed, c) == barrier(one_f_one_b(p, m), c.without_exits)
 
 
 @given(one_exit_a_stage(), st.integers(0, 20), times)
@@ -209,9 +228,9 @@ def test_what_aligned_exits_cost_under_recomputation(case, more, ee):
     m, ee = 2 * p + more, min(ee, fe)
     c = cost_of(p, stages, f, fe, PassTime(0, ee))
     aligned = one_f_one_b(p, m, exit_stages=stages, exits="aligned", recompute=True)
-    base = simulate(one_f_one_b(p, m, recompute=True), c.without_exits, "barrier").time
+    base = barrier(one_f_one_b(p, m, recompute=True), c.without_exits)
     law = (m - 2 * (p - 1 - max(stages))) * max(0, ee - max(0, fe - f))
-    assert simulate(aligned, c, "barrier").time - base == law
+    assert barrier(aligned, c) - base == law
 
 
 @given(one_exit_a_stage(), st.integers(1, 30))
@@ -257,8 +276,6 @@ def test_costs_that_cannot_be_are_named():
     c = stage_costs((1, 1), layer=PassTime(1, 2))
     with pytest.raises(ConfigError, match="costs.stages = 2: must be the schedule's.*3"):
         simulate(one_f_one_b(3, 2), c)
-    with pytest.raises(ConfigError, match="clock = 'sun'"):
-        simulate(one_f_one_b(2, 2), c, "sun")
 
 
 def test_stages_that_wait_for_each_other_are_named():
