@@ -164,7 +164,7 @@ def calibrate_model(
     asked = has.replace(
         exits=tuple(dataclasses.replace(e, router=0) for e in has.exits if e.boundary in boundaries)
     )
-    say = watch or (lambda text: None)
+    watch = watch or (lambda text: None)
     folder = None if folder is None else pathlib.Path(folder)
     if folder is not None:
         settings = {
@@ -175,7 +175,7 @@ def calibrate_model(
         }
         stale = "*.safetensors", POSITIONS_FILE
         require_same_settings(folder / SETTINGS, settings, stale, "calibration")
-    states = collect(whole, asked, batches, tokens, folder=folder, watch=say)
+    states = collect(whole, asked, batches, tokens, folder=folder, watch=watch)
     start = {i: _norm(whole, asked, e) for i, e in enumerate(asked.exits)}
     found = train_routers(
         states,
@@ -183,7 +183,7 @@ def calibrate_model(
         start,
         options,
         folder=folder,
-        watch=lambda epoch, loss: say(
+        watch=lambda epoch, loss: watch(
             f"epoch {epoch} of {options.epochs}: cross entropy "
             + " ".join(f"{x:.3f}" for x in loss)
         ),

@@ -113,16 +113,16 @@ def collect(
     """
     done, n, asked = [], 0, max_positions
     max_positions = _held(max_positions, config, folder)
-    say = watch or (lambda text: None)
+    watch = watch or (lambda text: None)
     with progress.steps("running the model over text", max_positions, "token") as seen:
         for part in _parts(params, config, batches, folder, seen):
             done.append(part)
             n += part.n
-            say(f"{min(n, max_positions)} of {asked} tokens seen")
+            watch(f"{min(n, max_positions)} of {asked} tokens seen")
             if n >= max_positions:
                 break
     if max_positions < asked and n >= max_positions:
-        say(
+        watch(
             f"the first {max_positions} of {asked} tokens: no more fit into a quarter of the free "
             "memory"
         )
@@ -154,7 +154,7 @@ def _held(max_positions: int, config: ModelConfig, folder: str | os.PathLike | N
     return max_positions
 
 
-def _parts(params, config, batches, folder, tell: Callable[[int], object]) -> Iterator[States]:
+def _parts(params, config, batches, folder, advance: Callable[[int], object]) -> Iterator[States]:
     """Yield parts of at least `PART` positions, of consecutive batches."""
     iterator, held, number, unit = iter(batches), [], 0, 0
 
@@ -166,11 +166,11 @@ def _parts(params, config, batches, folder, tell: Callable[[int], object]) -> It
         for _ in range(int(about["batches"])):
             unit += len(next(iterator)["labels"])
         number += 1
-        tell(arrays["labels"].size)
+        advance(arrays["labels"].size)
         yield States(**arrays)
     for seen in _seen(params, config, iterator, unit):
         held.append(seen)
-        tell(seen.n)
+        advance(seen.n)
         if sum(part.n for part in held) >= PART:
             yield _kept(held, file(number))
             held, number = [], number + 1

@@ -143,7 +143,7 @@ class ServiceObjective:
         for metric, limit in self.limits.items():
             if self._over(metric, telemetry) > 0:
                 value, bound = getattr(telemetry, metric), "least" if metric in MORE else "most"
-                shown = _told_apart(value, limit)
+                shown = _format_beside(value, limit)
                 found.append(f"{metric}: {shown} where at {bound} {limit} is allowed")
         return " and ".join(found)
 
@@ -157,7 +157,7 @@ class ServiceObjective:
         return (-self.excess(telemetry), self.score(telemetry))
 
 
-def _told_apart(value: float, limit: float) -> str:
+def _format_beside(value: float, limit: float) -> str:
     """Format a number with at least 3 digits, and as many as distinguish it from the limit."""
     for digits in range(3, 17):
         if (text := f"{value:.{digits}g}") != f"{limit:.{digits}g}":

@@ -168,12 +168,12 @@ class FleetPool:
 
     def grow(self, choice: ModelDepth) -> str:
         part, begin = self.parts[choice.model], self._clock()
-        held = part.scheduler.num_cached_tokens
+        cached = part.scheduler.num_cached_tokens
         if why := failure(lambda: part.grow(choice.depth)):
             self._restart(choice.model)
             return why
-        if part.scheduler.num_cached_tokens < held:
-            self._changed("narrow", choice.model, begin, held - part.scheduler.num_cached_tokens)
+        if part.scheduler.num_cached_tokens < cached:
+            self._changed("narrow", choice.model, begin, cached - part.scheduler.num_cached_tokens)
         self._growing.setdefault(choice.model, begin)
         return ""
 
@@ -183,15 +183,15 @@ class FleetPool:
         if why := failure(part.adopt_growth):
             self._restart(model)
             return why
-        held, since = part.scheduler.num_cached_tokens, self._growing.pop(model)
-        self._changed("grow", model, since, held, self._clock() - begin)
+        cached, since = part.scheduler.num_cached_tokens, self._growing.pop(model)
+        self._changed("grow", model, since, cached, self._clock() - begin)
         return ""
 
     def _restart(self, model: str) -> None:
         """Restart a model that failed to grow."""
-        begin, held = self._clock(), self.parts[model].scheduler.num_cached_tokens
+        begin, cached = self._clock(), self.parts[model].scheduler.num_cached_tokens
         self.parts[model].restart()
-        self._changed("stay", model, self._growing.pop(model, begin), held)
+        self._changed("stay", model, self._growing.pop(model, begin), cached)
 
     def cancel_growth(self, model: str) -> None:
         if failure(self.parts[model].cancel_growth):
@@ -200,10 +200,10 @@ class FleetPool:
 
     def shrink(self, choice: ModelDepth) -> None:
         part, begin = self.parts[choice.model], self._clock()
-        held = part.scheduler.num_cached_tokens
+        cached = part.scheduler.num_cached_tokens
         part.shrink(choice.depth)
         self._growing.pop(choice.model, None)
-        self._changed("shrink", choice.model, begin, held)
+        self._changed("shrink", choice.model, begin, cached)
 
     def free(self, model: str) -> None:
         del self.parts[model]

@@ -65,12 +65,12 @@ def measure(
             part.grow(depth)
             jax.block_until_ready(part.weights)
             loaded = clock() - begin
-            held = part.scheduler.num_cached_tokens
+            cached = part.scheduler.num_cached_tokens
             jax.block_until_ready(part.scheduler.state)
             begin = clock()
             part.adopt_growth()
             jax.block_until_ready(part.scheduler.state)
-            filled = (clock() - begin) / max(held, 1)
+            filled = (clock() - begin) / max(cached, 1)
             rows.append(_Depth(part, texts, new, clock, loaded, filled))
         leaving = _Depth(part, texts, new, clock, rules=member.rules)
         weights = part.engine.weights

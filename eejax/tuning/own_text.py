@@ -56,13 +56,13 @@ def write_own_text(
     rounds = (_conversations if chats else _texts)(model, generator, seed)
     written: list[Document | FieldDocument] = []
     total = 0
-    with progress.steps("writing text", tokens, "token") as tell:
+    with progress.steps("writing text", tokens, "token") as advance:
         while total < tokens:
             texts, counted = next(rounds)
             if not counted:
                 raise DataError("the model's texts are empty. Give a text in place of its own.")
             written += [_document(f"own/{len(written) + i}", t) for i, t in enumerate(texts)]
-            tell(min(counted, tokens - total))
+            advance(min(counted, tokens - total))
             total += counted
     if watch is not None:
         kind = "answers to questions of its own" if chats else "texts"

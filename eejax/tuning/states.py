@@ -114,15 +114,15 @@ def collect(
             )
     mode = "r+" if done else "w+"
     kept = _files(folder, config, boundaries, (most, length, k), mode)
-    with progress.steps("running the model over text", most * length, "token") as tell:
-        tell(done * length)
+    with progress.steps("running the model over text", most * length, "token") as advance:
+        advance(done * length)
         for at, rows in _rows(params, config, boundaries, k, _chain(first, iterator), done, most):
             for into, a in zip(_leaves(kept), rows, strict=True):
                 into[at : at + len(a)] = a
             done = at + len(rows[-1])
             _flush(kept)
             write_text(folder / PROGRESS_FILE, json.dumps({"done": done, "most": most}) + "\n")
-            tell(len(rows[-1]) * length)
+            advance(len(rows[-1]) * length)
     return kept.first(done)
 
 

@@ -142,7 +142,7 @@ def train_exits(
     before = best = _qualities(measure, trained, stored, report, size)
     watch("before: " + described(before))
     tokens = 0
-    with progress.steps("training exits", steps, "step") as tell:
+    with progress.steps("training exits", steps, "step") as advance:
         for done in range(1, options.passes + 1):
             for rows in _batches(own, size, options.seed + done):
                 trained, state = _step(
@@ -155,7 +155,7 @@ def train_exits(
                     optimizer=optimizer,
                 )
                 tokens += int((stored.labels[rows] != IGNORE).sum())
-                tell(1)
+                advance(1)
             found = _qualities(measure, trained, stored, report, size)
             watch(f"pass {done} of {options.passes}: " + described(found))
             better = [new.loss < old.loss for new, old in zip(found, best, strict=True)]

@@ -77,7 +77,7 @@ def tune_model(
       DataError: for text that is too short.
       CheckpointError: for a folder whose files cannot be read.
     """
-    config, say = model.config, watch or (lambda text: None)
+    config, watch = model.config, watch or (lambda text: None)
     require_one_of("kind", kind, KINDS)
     require_count("windows", windows)
     if vocabulary is not None:
@@ -116,12 +116,12 @@ def tune_model(
     }
     require_same_settings(folder / SETTINGS, settings, [states.PROGRESS_FILE], "tuning")
     kept = states.collect(
-        whole, has, chosen, batches, windows, folder, k=options.predictions, watch=say
+        whole, has, chosen, batches, windows, folder, k=options.predictions, watch=watch
     )
     known = _known(kept, config) if vocabulary is None else vocabulary
     if known:
         share = _share(kept, known)
-        say(
+        watch(
             f"new exits know {known} of {config.vocab_size} tokens, which are {share:.1%} of the "
             "final exit's predictions"
         )
@@ -131,7 +131,7 @@ def tune_model(
             e if e.boundary in old else dataclasses.replace(e, vocabulary=known) for e in has.exits
         )
     )
-    found = train_exits(whole, has, kept, options, watch=say)
+    found = train_exits(whole, has, kept, options, watch=watch)
     params = whole | {"exits": whole["exits"] | found.exits}
     share = {q.boundary: round(q.agreement, 3) for q in found.after}
     has = has.replace(
