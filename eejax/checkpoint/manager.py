@@ -180,7 +180,7 @@ class Checkpoints:
             damaged, a whole one is not of the wanted shapes, or the running save failed.
         """
         self._finish()
-        steps = distributed.agree(self.steps())
+        steps = distributed.broadcast_value(self.steps())
         if step is not None:
             if step not in steps:
                 have = ", ".join(map(str, steps)) or "none"
@@ -227,7 +227,7 @@ class Checkpoints:
             restored = self._manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
             failure = error
-        if distributed.anyone(failure is not None) or restored is None:
+        if distributed.any_process(failure is not None) or restored is None:
             why = _brief(failure) if failure else "another process could not read it"
             if intact:  # the files are as they were written, so it is not damage
                 raise CheckpointError(

@@ -162,7 +162,7 @@ def after_mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) ->
     d]."""
     if "mlp" not in p:
         return x
-    h = shards.enter(layers.norm(p["mlp_norm"], x, config), axes)
+    h = shards.gather_from_stream(layers.norm(p["mlp_norm"], x, config), axes)
     return x + layers.mlp(p["mlp"], h, config, axes)
 
 
@@ -254,7 +254,7 @@ def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = L
     p, x = _unnormed(params, config, e, x, axes)
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)
-    return shards.enter(x, axes)
+    return shards.gather_from_stream(x, axes)
 
 
 def _unnormed(params, config, e, x, axes):
@@ -297,7 +297,7 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
         norm = p.get("norm", {})
         return _statistics(
             head(params, config, e),
-            shards.enter(x, axes)[:, 0],
+            shards.gather_from_stream(x, axes)[:, 0],
             norm,
             layers.norm_options(config) if norm else None,
             axes.model,

@@ -3,8 +3,8 @@
 Every function takes `Axes` (or an axis name): with a name for the model axis its weights are
 the local shard of a Megatron-style split (q, k, v, gate, up by columns; o, down by rows) and it
 sums over that axis where the split needs it; local head counts come from the weights' shapes.
-With a sequence axis the residual stream is [b, t/shards, d] between `leave` and `enter`
-(`models.shards`).
+With a sequence axis the residual stream is [b, t/shards, d] between `shards.reduce_to_stream`
+and `shards.gather_from_stream`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from eejax.models.attention import NEGATIVE as NEGATIVE  # masks logits too
 from eejax.models.config import ModelConfig, RopeKind
 from eejax.models.positions import alibi_slopes, rotary_tables, rotate
 from eejax.models.rotary_config import RotaryConfig
-from eejax.models.shards import enter, leave, own_kv_head, own_positions
+from eejax.models.shards import gather_from_stream, own_kv_head, own_positions, reduce_to_stream
 
 
 @jax.custom_jvp
@@ -225,7 +225,7 @@ def self_attention(
     cache: tuple[jax.Array, jax.Array] | None = None,
     axes: Axes = LOCAL,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Apply self-attention to all positions x [b, t, d] (`shards.enter`).
+    """Apply self-attention to all positions x [b, t, d] (`shards.gather_from_stream`).
 
     Returns:
       The output in the layout of the residual stream, and keys and values: those of the rows, [b,
@@ -273,7 +273,7 @@ def self_attention(
         flat = k.astype(dtype), v.astype(dtype)
         out = attention.cached_attention(q, *flat, mask, distance, slopes, config, context.reach)
     out = _product(_rows(out), p["o"], p["o"].ndim - 1).reshape(b, t, -1)
-    return _add_bias(leave(out, axes), p.get("o_bias")), (k, v)
+    return _add_bias(reduce_to_stream(out, axes), p.get("o_bias")), (k, v)
 
 
 def heads(
@@ -394,8 +394,8 @@ def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
 def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
     """Apply the MLP: down(act(gate x) * up x), or down(act(up x)).
 
-    x [b, t, d] are all positions (`shards.enter`); the result has the layout of the residual
-    stream.
+    x [b, t, d] are all positions (`shards.gather_from_stream`); the result has the layout of the
+    residual stream.
     """
     act = ACTIVATION[config.activation]
     (b, t, _), x = x.shape, _rows(x)
@@ -407,7 +407,7 @@ def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.A
     else:
         y = act(_linear(p, "gate", x)) * _linear(p, "up", x)
     y = _product(y, p["down"]).reshape(b, t, -1)
-    return _add_bias(leave(y, axes), p.get("down_bias"))
+    return _add_bias(reduce_to_stream(y, axes), p.get("down_bias"))
 
 
 def layer(
@@ -447,7 +447,7 @@ def layer(
         return norm(p[name], y, config) if name in p else y
 
     def read(name, y):
-        return enter(normed(name, y), axes)
+        return gather_from_stream(normed(name, y), axes)
 
     placement = config.norm_placement
     if config.residual != "sequential":
@@ -458,7 +458,7 @@ def layer(
     a, kv = attend(read("attn_norm", x))
     if placement == "post":
         x = norm(p["attn_out_norm"], x + drop(a, 0), config)
-        return norm(p["mlp_out_norm"], x + drop(feed(enter(x, axes)), 1), config), kv
+        return norm(p["mlp_out_norm"], x + drop(feed(gather_from_stream(x, axes)), 1), config), kv
     x = x + drop(normed("attn_out_norm", a), 0)
     m = feed(read("mlp_norm", x))
     return x + drop(normed("mlp_out_norm", m), 1), kv

@@ -14,13 +14,13 @@ from eejax.common.trees import Tree
 from eejax.models.config import ModelConfig
 
 
-def enter(x: jax.Array, axes: Axes) -> jax.Array:
+def gather_from_stream(x: jax.Array, axes: Axes) -> jax.Array:
     """Return all positions [b, t, d] of a residual stream, for products with column-parallel
     weights."""
     return lax.all_gather(x, axes.sequence, axis=1, tiled=True) if axes.sequence else x
 
 
-def leave(y: jax.Array, axes: Axes) -> jax.Array:
+def reduce_to_stream(y: jax.Array, axes: Axes) -> jax.Array:
     """Sum the shards' row-parallel products [b, t, d], in the layout of the residual stream."""
     if axes.sequence:
         return lax.psum_scatter(y, axes.sequence, scatter_dimension=1, tiled=True)

@@ -39,7 +39,7 @@ def embed(
         i = tokens - lax.axis_index(axes.model) * rows
         own = (i >= 0) & (i < rows)
         x = jnp.where(own[..., None], table[jnp.clip(i, 0, rows - 1)], jnp.zeros((), table.dtype))
-        x = shards.leave(x, axes)
+        x = shards.reduce_to_stream(x, axes)
     else:
         x = table[tokens]
     x = x.astype(config.dtype)

@@ -91,7 +91,7 @@ class EngineReady(NamedTuple):
     def exit_boundaries(self) -> list[int]:
         """Layers that a token may go through, of any model, ascending."""
         configs = [self.config] if self.models is None else self.models.values()
-        return sorted({stop for config in configs for stop in config.exit_boundaries})
+        return sorted({boundary for config in configs for boundary in config.exit_boundaries})
 
 
 class RequestRefused(NamedTuple):

@@ -164,7 +164,7 @@ class Service:
         if self._engine is not None:
             await asyncio.to_thread(self._engine.close)
             self._engine = None
-        self._lose()
+        self._fail_all()
         self._set(STOPPED)
 
     @property
@@ -216,7 +216,7 @@ class Service:
                 if reply.finish:
                     return
         finally:
-            self._abandon(pending)
+            self._drop(pending)
 
     async def score(
         self,
@@ -239,7 +239,7 @@ class Service:
         try:
             reply = await pending.replies.get()
         finally:
-            self._abandon(pending)
+            self._drop(pending)
         if isinstance(reply, RequestRefused):
             raise ConfigError(reply.why)
         if isinstance(reply, RequestOutput):
@@ -276,28 +276,28 @@ class Service:
 
         def expire() -> None:
             if self._requests.get(request.request_id) is request:
-                self._leave(request)
-                self._tell(RequestOutput(request.request_id, (), FinishReason.DEADLINE))
+                self._reserve_id(request)
+                self._deliver(RequestOutput(request.request_id, (), FinishReason.DEADLINE))
 
         request.deadline = asyncio.get_running_loop().call_later(LATE, expire)
 
-    def _abandon(self, request: _PendingRequest) -> None:
+    def _drop(self, request: _PendingRequest) -> None:
         """End a request that no client waits for any more, in whatever state it is."""
         if request.deadline is not None:
             request.deadline.cancel()
         if self._requests.get(request.request_id) is request:
             del self._requests[request.request_id]
-            self._leave(request)
+            self._reserve_id(request)
             if self._engine is not None:
                 self._engine.send(AbortRequest(request.request_id))
         self._changed.set()
 
-    def _leave(self, request: _PendingRequest) -> None:
+    def _reserve_id(self, request: _PendingRequest) -> None:
         """Reserve the id of a request that the engine may still have."""
         if isinstance(request.message, EngineRequest):  # the engine does not report dropped scores
             self._leaving.add(request.request_id)
 
-    def _tell(self, reply: RequestOutput | RequestRefused | ScoreReply) -> None:
+    def _deliver(self, reply: RequestOutput | RequestRefused | ScoreReply) -> None:
         """Send a reply to its request, if that is still there."""
         request = self._requests.get(reply.request_id)
         if request is None:  # it was abandoned before this reply arrived
@@ -309,14 +309,14 @@ class Service:
                 reply = reply._replace(finish=FinishReason.DEADLINE)
         request.replies.put_nowait(reply)
 
-    def _heard(self, engine: _EngineProcess, message: Any) -> None:
+    def _on_message(self, engine: _EngineProcess, message: Any) -> None:
         if engine is not self._engine:
             return
         match message:
             case StepReport(outputs, load, report):
                 self.load = load
                 for output in outputs:
-                    self._tell(output)
+                    self._deliver(output)
                     if output.finish:
                         self._leaving.discard(output.request_id)
                 self._notify("load", load)
@@ -324,13 +324,13 @@ class Service:
                     self.report = report
                     self._notify("report", report)
             case RequestRefused() | ScoreReply():
-                self._tell(message)
+                self._deliver(message)
                 self._leaving.discard(message.request_id)
 
-    def _lose(self) -> None:
+    def _fail_all(self) -> None:
         """End the requests of an engine that ended."""
         for id_ in [*self._requests]:
-            self._tell(RequestOutput(id_, (), FinishReason.LOST))
+            self._deliver(RequestOutput(id_, (), FinishReason.LOST))
         self._leaving.clear()
         self.load = EngineLoad(0, 0, 0, self.load.capacity)
         self._notify("load", self.load)
@@ -352,7 +352,7 @@ class Service:
         loop = asyncio.get_running_loop()
         first, ended = loop.create_future(), loop.create_future()
 
-        def hear(message: Any) -> None:
+        def receive(message: Any) -> None:
             """Handle a message in the event loop; None means that the engine has ended."""
             engine.heard = self._clock()
             if isinstance(message, EngineStarting):
@@ -367,9 +367,9 @@ class Service:
                     if not future.done():
                         future.set_result(None)
             else:
-                self._heard(engine, message)
+                self._on_message(engine, message)
 
-        engine.listen(lambda message: loop.call_soon_threadsafe(hear, message))
+        engine.listen(lambda message: loop.call_soon_threadsafe(receive, message))
         try:
             ready = await first
         except asyncio.CancelledError:
@@ -396,7 +396,7 @@ class Service:
             if self.state != DRAINING:
                 self._set(DEAD)
             self.failure = await asyncio.to_thread(engine.end)
-            self._lose()
+            self._fail_all()
             if self.state == DRAINING:
                 return
             if self._clock() - began > longest:
@@ -452,15 +452,15 @@ class _EngineProcess:
     def send(self, message: Any) -> None:
         self._outbox.put(message)
 
-    def listen(self, hear: Callable[[Any], object]) -> None:
-        """Call hear(message) in a thread for each message, and hear(None) at the end."""
+    def listen(self, on_message: Callable[[Any], object]) -> None:
+        """Call `on_message` in a thread with each message, and with None at the end."""
 
         def read() -> None:
             with contextlib.suppress(RuntimeError):  # the loop may be closed
                 with contextlib.suppress(EOFError, OSError):
                     while True:
-                        hear(self._pipe.recv())
-                hear(None)
+                        on_message(self._pipe.recv())
+                on_message(None)
 
         threading.Thread(target=read, daemon=True).start()
 

@@ -155,7 +155,7 @@ def wait(seconds: int = _WEEK) -> None:
         _barrier(f"eejax/{next(_barriers)}", seconds)
 
 
-def agree(value: T) -> T:
+def broadcast_value(value: T) -> T:
     """Return the `value` of process 0, which must be picklable."""
     if not is_multiprocess():
         return value
@@ -180,7 +180,7 @@ def broadcast_from_process_zero(do: Callable[[], T]) -> T:
         except Exception as caught:
             error = caught
     wait()
-    made, said = agree((made, _sendable(error)))
+    made, said = broadcast_value((made, _sendable(error)))
     if error is not None:
         raise error
     if said is not None:
@@ -188,7 +188,7 @@ def broadcast_from_process_zero(do: Callable[[], T]) -> T:
     return made[0]
 
 
-def anyone(flag: bool) -> bool:
+def any_process(flag: bool) -> bool:
     """Return whether the flag of any process is set."""
     if not is_multiprocess():
         return flag
@@ -247,7 +247,7 @@ def check_mesh(mesh: Mesh) -> None:
         )
 
 
-def lost(error: BaseException) -> str | None:
+def peer_failure_message(error: BaseException) -> str | None:
     """Return the message for an `error` that another process's end caused, else None."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, jax.errors.JaxRuntimeError):
@@ -262,7 +262,7 @@ def lost(error: BaseException) -> str | None:
     return f"another process of this run has died, or cannot be reached ({line}). {AGAIN}"
 
 
-def leave(status: int, *, alone: bool) -> None:
+def exit_process(status: int, *, alone: bool) -> None:
     """End this process after an error was printed, and soon the others too.
 
     Processes that fail alike end together. If the others do not fail, or with `alone`, this one
@@ -270,12 +270,12 @@ def leave(status: int, *, alone: bool) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    if not alone and meet():
+    if not alone and wait_for_peers():
         sys.exit(status)
     os._exit(status)
 
 
-def meet() -> bool:
+def wait_for_peers() -> bool:
     """Wait a moment for the other processes to fail alike, and return whether they did.
 
     If this process is ended meanwhile, it prints nothing more.

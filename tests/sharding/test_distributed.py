@@ -54,8 +54,9 @@ def test_a_coordinator_that_is_not_there_is_named():
 
 def test_alone_everything_is_what_it_says():
     assert distributed.is_first() and not distributed.is_multiprocess() and distributed.index() == 0
-    assert distributed.agree("x") == "x" and distributed.broadcast_from_process_zero(lambda: 3) == 3
-    assert distributed.anyone(True) and not distributed.anyone(False)
+    assert distributed.broadcast_value("x") == "x"
+    assert distributed.broadcast_from_process_zero(lambda: 3) == 3
+    assert distributed.any_process(True) and not distributed.any_process(False)
     distributed.wait()
     with pytest.raises(KeyError):
         distributed.broadcast_from_process_zero(lambda: {}["none"])
@@ -63,7 +64,7 @@ def test_alone_everything_is_what_it_says():
     distributed.check_mesh(mesh)
     assert distributed.shard(mesh) == (0, 1)
     assert int(distributed.MaxVote(mesh).cast(7)) == 7
-    assert distributed.lost(jax.errors.JaxRuntimeError("UNKNOWN: anything")) is None
+    assert distributed.peer_failure_message(jax.errors.JaxRuntimeError("UNKNOWN: anything")) is None
 
 
 @given(st.integers(1, 12), st.data())
@@ -89,9 +90,9 @@ address = how.pop("coordinator")
 distributed.start(distributed.Processes(address, **{k: int(v) for k, v in how.items()}))
 me = distributed.index()
 said = {"several": distributed.is_multiprocess(), "first": distributed.is_first()}
-said["agreed"] = distributed.agree({"from": me, "long": "x" * 5000})["from"]
+said["agreed"] = distributed.broadcast_value({"from": me, "long": "x" * 5000})["from"]
 said["done by"] = distributed.broadcast_from_process_zero(lambda: me)
-said["any"] = [distributed.anyone(me == 1), distributed.anyone(False)]
+said["any"] = [distributed.any_process(me == 1), distributed.any_process(False)]
 
 def fail(error):
     try:
