@@ -91,10 +91,6 @@ class Controller:
         return self.state.require_wanted()
 
     @property
-    def evaluating(self) -> bool:
-        return bool(self.state.plan)
-
-    @property
     def below_share(self) -> float:
         """Share of all tokens that left below their threshold."""
         return self.state.below / self.state.emitted if self.state.emitted else 0.0

@@ -217,7 +217,7 @@ def test_by_chance_nothing_is_evaluated_and_all_is_taken():
     for i in range(8 * 60):
         c.model_loaded(c.wanted)
         given = c.prompt_arrived()
-        assert not given.evaluated and not c.evaluating
+        assert not given.evaluated and not c.state.plan
         c.tokens_emitted(given.choice.model, [True] * 10)
         wanted.append(c.wanted)
         # The interval's prompts and the one with which it is over.

@@ -178,7 +178,7 @@ def test_decisions_are_those_of_a_controller_driven_by_hand():
             written += 1
             if hand.wanted != serves and hand.wanted.model == name:
                 break  # grown, in the middle of the text: told in part below
-        if hand.wanted != serves and not hand.evaluating:
+        if hand.wanted != serves and not hand.state.plan:
             break  # what follows depends on when segments come
         if evaluated:
             told = PROFILES[name].serving(hand.state.shares.get(name, (0.0, 0.0, 1.0)), depth)

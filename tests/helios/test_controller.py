@@ -304,7 +304,7 @@ def test_what_is_breached_again_and_again_is_not_taken_again_and_again():
     def prompts(n: int, rough: bool = True) -> list:
         known = len(told)
         for _ in range(n):
-            evaluating = world.controller.evaluating
+            evaluating = world.controller.state.plan
             world.redraw("m", sure if evaluating or not rough else unsure)
             world.prompt(100)
         return [(d.kind, d.choice.depth) for d in told[known:] if d.kind != "evaluate"]
@@ -334,7 +334,7 @@ def test_where_exits_are_too_often_wrong_none_is_taken():
     world.prompt()
     assert world.served[-1] == ModelDepth("small", 4) and stricter(0.3, c.level("small")) == 1.0
     assert c.decisions[-1].expected.accuracy == 1.0
-    while not c.evaluating:
+    while not c.state.plan:
         world.prompt()
     # What is evaluated shows where its tokens would leave; the limit holds for everybody else.
     assert c.level("small", evaluated=True) == 0 and c.level("small") == STRICTEST
@@ -371,10 +371,10 @@ def test_prompts_that_are_dropped_are_given_again():
     c.prompt_dropped("m")
     for _ in range(4):
         c.prompt_answered("m", telemetry(), [1] * 10)
-    assert c.evaluating
+    assert c.state.plan
     c.prompt_arrived()
     c.prompt_answered("m", telemetry(), [1] * 10)
-    assert not c.evaluating and c.wanted == ModelDepth("m", 2)
+    assert not c.state.plan and c.wanted == ModelDepth("m", 2)
 
 
 def test_what_does_not_fit_is_refused_or_freed_first():

@@ -67,7 +67,7 @@ def changes(best, scales, rounds, load=0.0, rebuild=0.0, **own) -> tuple[int, li
             continue
         told = profiles[model].serving((0.0, 0.0, 1.0), depth)
         c.prompt_answered(model, told, [min(e, depth - 1) for e in exits])
-        if not c.evaluating:
+        if not c.state.plan:
             served.append(c.state.serving)
             speeds = [-np.log(scale * passed(c, m)) for m, scale in zip("ab", scales, strict=True)]
             gaps.append(speeds[1] - speeds[0])
@@ -179,7 +179,7 @@ def test_drawn_traces(shares, scales, objective, options, limits, delays, seed):
         left = max(0, left - 1)
         if c.current is None:
             continue
-        free += not c.evaluating
+        free += not c.state.plan
         choice, evaluated = c.prompt_arrived()
         assert choice == c.current and 1 <= choice.depth <= 3
         open_.append((choice, evaluated))
@@ -187,7 +187,7 @@ def test_drawn_traces(shares, scales, objective, options, limits, delays, seed):
             done, evaluated = open_.pop(seed.randrange(len(open_)))
             e = seed.choices(range(3), shares["ab".index(done.model)][step > 150])[0]
             was = c.wanted
-            if was == c.current and was.model == done.model and not c.evaluating:
+            if was == c.current and was.model == done.model and not c.state.plan:
                 borne += 9 * (e >= done.depth)
             c.tokens_emitted(done.model, [e >= done.depth] * 9)
             tokens, below = tokens + 9, below + 9 * (e >= done.depth)

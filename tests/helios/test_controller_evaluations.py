@@ -166,11 +166,11 @@ def test_a_breach_asks_for_evaluations_where_what_was_breached_had_lasted(lasted
     profiles = {"a": profile(), "b": profile(1.7)}
     world = World(profiles, {"a": early, "b": (0.0, 0.0, 0.0, 1.0)}, interval=40)
     c = world.controller
-    while c.current != ModelDepth("a", 1) or c.evaluating:
+    while c.current != ModelDepth("a", 1) or c.state.plan:
         world.prompt()
     for _ in range(60 if lasted else 10):
         world.prompt()
-    while c.evaluating:
+    while c.state.plan:
         world.prompt()
     assert c.current == ModelDepth("a", 1) and "grow" not in world.kinds
     known = len(c.decisions)

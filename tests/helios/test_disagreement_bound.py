@@ -201,7 +201,7 @@ def test_who_leaves_in_the_middle_has_answered(small_run):
             if told[number] >= 8 and not finish:
                 fleet.abort(number)
     assert ends == ["aborted"] * 12 and max(told.values()) < 40
-    assert not controller.evaluating and controller.state.serving == "m"
+    assert not controller.state.plan and controller.state.serving == "m"
     (row,) = controller.repository.history("m")
     assert row.prompts == 2 and 16 <= row.tokens < 80
     assert sum(audit.count for audit in fleet.dispatcher.audits.values()) > 0

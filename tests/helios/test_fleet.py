@@ -279,7 +279,7 @@ def test_a_sampled_or_shaped_answer_is_not_audited(model):
         text = model.tokenizer.encode(f"def f{i}").tolist()
         add(fleet, text, NEW, sampling=SamplingParams.make(1, 1.5, seed=i))
     fleet.run()
-    assert not fleet.dispatcher.audits and not controller.evaluating
+    assert not fleet.dispatcher.audits and not controller.state.plan
     assert [d.kind for d in controller.decisions] == ["evaluate", "serve"]
     for asked in (dict(), dict(presence=0.5), dict(biases={5: 1.0}), dict(top_logprobs=3)):
         # Nothing of what only tells more is another text.
@@ -411,7 +411,7 @@ def test_a_request_with_an_objective_of_its_own_shows_nothing_of_the_models(mode
         add(fleet, model.tokenizer.encode(f"x{i}").tolist(), NEW, objective="accuracy")
     outputs = fleet.run()
     assert {t.exit for o in outputs for t in o.tokens} == {2}
-    assert controller.evaluating and not controller.state.shares
+    assert controller.state.plan and not controller.state.shares
     evaluated(fleet, model)
     assert controller.state.shares["m"] == (1.0, 0.0, 0.0)
     assert controller.wanted == ModelDepth("m", 1)

@@ -57,7 +57,7 @@ def serves(fleet) -> ModelDepth:
     for i in range(20):
         add(fleet, [65 + i, 66], 8)
     fleet.run()
-    assert not fleet.controller.evaluating
+    assert not fleet.controller.state.plan
     return fleet.controller.current
 
 

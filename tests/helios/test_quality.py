@@ -388,7 +388,7 @@ def test_answers_that_nobody_judged_leave_the_measured_quality():
     made = World({"m": own}, {"m": shares}, ServiceObjective.of("accuracy"))
     c, exits = made.controller, [0] * 25 + [1] * 25 + [2] * 25 + [3] * 25
 
-    assert c.evaluating
+    assert c.state.plan
     said = own.serving(shares, 4)
     worse = dict(accuracy=said.accuracy - 0.1, perplexity=said.perplexity * 1.5)
     c.model_loaded(c.wanted)

@@ -122,7 +122,7 @@ def test_better_models_are_evaluated_once_between_two_assessments():
     c = world.controller
 
     def evaluated():
-        while c.evaluating:
+        while c.state.plan:
             world.prompt()
         c.model_loaded(c.wanted)
         assert c.current == ModelDepth("small", 3) and not c.state.without_exits
@@ -135,7 +135,7 @@ def test_better_models_are_evaluated_once_between_two_assessments():
         level = c.state.strictness["small"].level
         c.answers_audited("small", CERTAIN)
         assert world.kinds[-1] == "tighten" and c.state.strictness["small"].level == level + 1
-        while not c.evaluating:  # up to the next assessment
+        while not c.state.plan:  # up to the next assessment
             world.prompt()
         evaluated()
 
@@ -149,7 +149,7 @@ def test_what_was_too_strict_is_taken_back_step_by_step_and_ever_more_rarely():
         n = world.kinds.count("serve")
         while world.kinds.count("serve") == n:
             world.prompt()
-            if not c.evaluating:
+            if not c.state.plan:
                 c.model_loaded(c.wanted)
                 c.answers_audited("m", FAULTLESS)
 

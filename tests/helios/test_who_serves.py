@@ -26,9 +26,9 @@ def test_nobody_is_given_to_a_model_that_fails():
         world.prompt()
     assert world.served[-1] == ModelDepth("b", 1) and "a" not in prospects.candidates(c.state)[1]
     for _ in range(5):
-        assert not c.evaluating
+        assert not c.state.plan
         c.answer_failed("b")  # which served well before
-    assert c.evaluating and c.decisions[-1].why == "answers end in errors"
+    assert c.state.plan and c.decisions[-1].why == "answers end in errors"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # it is the last one
         c.model_loaded(c.wanted)
@@ -88,4 +88,4 @@ def test_between_two_evaluations_who_served_goes_on():
         assert not c.prompt_arrived().evaluated
     c.model_loaded(c.wanted)
     c.prompt_arrived()
-    assert not c.evaluating
+    assert not c.state.plan

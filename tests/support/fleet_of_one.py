@@ -52,7 +52,7 @@ def fleet_of(model, names: str = "m", rules=None, made=None, **own):
 def evaluated(fleet, model) -> None:
     """Serves until models were evaluated."""
     for i in itertools.count():
-        if not fleet.controller.evaluating:
+        if not fleet.controller.state.plan:
             break
         add(fleet, model.tokenizer.encode(f"def f{i}").tolist(), NEW)
         fleet.run()
