@@ -80,10 +80,6 @@ class Split:
             return found.astype(np.int32), None
         return (found & ~processes.UNCOUNTED).astype(np.int32), (found & processes.UNCOUNTED) == 0
 
-    def document(self, i: int) -> np.ndarray:
-        """Return the tokens of the split's i-th document, its end token last."""
-        return self.read(int(self.starts[i]), int(self.starts[i + 1] - self.starts[i]))
-
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PackedDataset:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from splits import document
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data import ByteTokenizer, Document, Loader, batches, open_megatron, pack
@@ -61,7 +62,7 @@ def contents(dataset) -> dict[int, list[int]]:
     for split in dataset.splits.values():
         for i, number in enumerate(split.documents):
             assert number not in found
-            found[int(number)] = split.document(i).tolist()
+            found[int(number)] = document(split, i).tolist()
     return found
 
 

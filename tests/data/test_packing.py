@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from splits import document
 
 from eejax.common.errors import ConfigError, DataError
 from eejax.data import ByteTokenizer, Document, open_packed, pack, source, train_bpe
@@ -50,7 +51,7 @@ def contents(dataset) -> dict[str, str]:
         if dataset.meta["splits"][name]["documents"]:
             split = dataset.split(name)
             for i, number in enumerate(split.documents):
-                ids = split.document(i)
+                ids = document(split, i)
                 assert ids[-1] == dataset.meta["eos_id"]
                 found[dataset.names[number]] = dataset.tokenizer.decode(ids[:-1])
     return found
@@ -106,7 +107,7 @@ def test_wide_vocabularies_take_four_bytes(tmp_path):
     wide = pack(Texts(("ab", "cd")), Wide(), tmp_path)
     assert (narrow.meta["dtype"], wide.meta["dtype"]) == ("<u2", "<u4")
     assert os.path.getsize(os.path.join(wide.path, "tokens.bin")) == 4 * 6
-    assert wide.split("train").document(0)[-1] == 69_999
+    assert document(wide.split("train"), 0)[-1] == 69_999
 
 
 def test_the_same_spec_is_reused_and_another_is_not(tmp_path):

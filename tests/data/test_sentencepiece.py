@@ -12,6 +12,7 @@ import pytest
 import sentencepiece
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from splits import document
 
 from eejax.common.errors import DataError
 from eejax.data import (
@@ -240,7 +241,7 @@ def test_packed_documents_come_back(tmp_path, exact):
         (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
     data = pack(source(str(tmp_path / "*.txt")), load_tokenizer(tmp_path / "tokenizer"), tmp_path)
     found = [
-        data.tokenizer.decode(split.document(i))
+        data.tokenizer.decode(document(split, i))
         for split in map(data.split, ("train", "validation"))
         for i in range(len(split.documents))
     ]

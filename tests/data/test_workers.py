@@ -139,7 +139,7 @@ from eejax.data import workers
 workers._PROGRAM = workers._PROGRAM.replace("workers.main", "import tellers; workers.main")
 data = pack(TextFiles(("script.py", "tellers.py")), ByteTokenizer(), "packed", workers=2)
 for split in data.splits.values():
-    print(data.tokenizer.decode(split.document(0)))
+    print(data.tokenizer.decode(split.read(0, int(split.starts[1]))))
 """
     )
     done = subprocess.run(
