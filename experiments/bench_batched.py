@@ -6,14 +6,14 @@
 Prompts of held-out text, greedy, float32, in interleaved pairs after warm-up; ratios are medians
 over pairs with 95 % bootstrap intervals. All engines read the same arrays of layers.
 
-For every batch size, with all slots in use: `no_exit_overhead` is the time of `recompute` over `full`
-where no exit may fire. `exits` is the gain with exits, at the fastest threshold of at least 97 %
-agreement with the full model (teacher-forced, on the held-out text it is chosen on), without drafts
-and with them. `speculative` has drafts and no exits, so its tokens are the full model's. `curve`
-goes over thresholds. Each uses the plan that the simulator found best for it. `auto_ratio` runs
-three requests a slot, of different lengths, through the scheduler's queue, with exits turned off
-where they do not pay, over `full` through the same queue; beside it are `recompute` with exits and
-without (which shows the value of prompts in chunks), and the seconds between tokens.
+For every batch size, with all slots in use: `no_exit_overhead` is the time of `recompute` over
+`full` where no exit may fire. `exits` is the gain with exits, at the fastest threshold of at least
+97 % agreement with the full model (teacher-forced, on the held-out text it is chosen on), without
+drafts and with them. `speculative` has drafts and no exits, so its tokens are the full model's.
+`curve` goes over thresholds. Each uses the plan that the simulator found best for it. `auto_ratio`
+runs three requests a slot, of different lengths, through the scheduler's queue, with exits turned
+off where they do not pay, over `full` through the same queue; beside it are `recompute` with exits
+and without (which shows the value of prompts in chunks), and the seconds between tokens.
 `simulator_error` is simulated over measured seconds of a token, less 1, the median of all timed
 runs. `ideal` is the best simulated plan if the step itself cost nothing and no row were padding.
 `time` divides the time by the fitted costs.

@@ -41,7 +41,7 @@ def step_trips(batch: int, cache: str, leaves: bool) -> Callable:
 
 
 def _few_rows(cost: Any, batch: int) -> bool:
-    """Return whether products have one row for each request, and not those of a chunk of prompts."""
+    """Return whether products have a row for each request, and not those of a chunk of prompts."""
     return cost.flops / max(cost.bytes, 1.0) <= 1.5 * max(batch, 2)
 
 

@@ -4,10 +4,10 @@
 
 It needs no GPU, but the compiler in JAX's CUDA plugin: `make env` puts it into `.venv/lowering`;
 elsewhere, name its folder in PYTHONPATH. Bytes, launches and temporaries are XLA's own.
-Milliseconds are estimates, from the bytes and products of every instruction at the data sheet's
-rates, and a fixed time between launches. The floor is the time to read weights, keys and values
-once. With --json the last line is one JSON object. The standard error has a line "program: NAME"
-before XLA's log of each program.
+Milliseconds are estimates: the bytes of every instruction at the data sheet's rate, its products at
+0.7 of its rate, and fixed times between launches and for conditionals. The floor is the time to
+read weights, keys and values once. With --json the last line is one JSON object. The standard error
+has a line "program: NAME" before XLA's log of each program.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ def _started(program: HloProgram, i: Instruction) -> int:
 
 
 def trips(i: Instruction) -> int:
-    """Return how often an instruction runs the computation that it calls, 1 if XLA does not know."""
+    """Return how often an instruction runs the computation that it calls; 1 where it is unknown."""
     known = _TRIPS.search(i.rest)
     return int(known[1]) if known else 1
 

@@ -18,10 +18,10 @@ from eejax.helios.repository import Repository, StoredEvaluation
 class Controller:
     """Holder of the state from which `transitions` decide which model serves, up to which exit.
 
-    The server calls `prompt_arrived` for every prompt, reports its outcome with `tokens_emitted` and
-    `prompt_answered`, and calls `model_loaded` when the wanted choice is loaded. `wanted` is the
-    choice that should serve: the server loads and frees models for it, and until then prompts go to
-    the previous choice.
+    The server calls `prompt_arrived` for every prompt, reports its outcome with `tokens_emitted`
+    and `prompt_answered`, and calls `model_loaded` when the wanted choice is loaded. `wanted` is
+    the choice that should serve: the server loads and frees models for it, and until then prompts
+    go to the previous choice.
 
     Attributes:
       state: current state.

@@ -59,7 +59,8 @@ def model_costs(
 ) -> StageCosts:
     """Return the `StageCosts` of a microbatch of `rows` sequences, in floating-point operations.
 
-    They are two for each multiplication (`models.work`), and twice as many backward. They stand in for measured times on devices that are equally fast at all parts.
+    They are two for each multiplication (`models.work`), and twice as many backward. They stand in
+    for measured times on devices that are equally fast at all parts.
     """
     tokens = rows * length
 

@@ -36,7 +36,8 @@ def model_flops_per_token(config: ModelConfig, length: int, exit_tokens: float =
     (`losses.objective`).
     """
     exits = range(config.n_exits)
-    weights = config.n_layers * work.layer_weights(config) + work.head_weights(config, config.n_exits)
+    weights = work.head_weights(config, config.n_exits)
+    weights += config.n_layers * work.layer_weights(config)
     weights += sum(work.exit_weights(config, e) for e in exits)
     windows = [config.window(i) for i in range(config.n_layers)]
     windows += [config.exit_window(e) for e in exits if config.exits[e].block]
