@@ -21,11 +21,16 @@ def cache_type(config: Any, batch: int, length: int) -> str:
     return f"{ELEMENTS[config.dtype]}[{','.join(map(str, sizes))}]"
 
 
-def step_trips(batch: int, cache: str, leaves: bool) -> Callable:
+def step_trips(most: float, cache: str, leaves: bool) -> Callable:
     """Say how often the loops of a step run: see `branches`.
 
     A loop of at most one round has the segments above the first exit, which run unless all leave,
     or a chunk of prompts, which does not run. Both carry caches.
+
+    Args:
+      most: operations of a round that has no more rows than a step.
+      cache: type of a cache's buffer.
+      leaves: whether all requests leave by the first exit.
 
     Returns:
       a function for `hlo_cost.estimate`.
@@ -35,14 +40,19 @@ def step_trips(batch: int, cache: str, leaves: bool) -> Callable:
     def trips(loop: hlo.Instruction, body: hlo_cost.Cost) -> int:
         if not hlo.like(loop.type, cache) or hlo.has_known_trips(loop):
             return hlo.trips(loop)
-        return int(_few_rows(body, batch) and not leaves)
+        return int(body.flops <= most and not leaves)
 
     return trips
 
 
-def _few_rows(cost: Any, batch: int) -> bool:
-    """Return whether products have a row for each request, and not those of a chunk of prompts."""
-    return cost.flops / max(cost.bytes, 1.0) <= 1.5 * max(batch, 2)
+def step_flops(config: Any, batch: int) -> float:
+    """Return about the maximum operations of a step of `batch` rows, without attention.
+
+    A GPU's products have two rows at least.
+    """
+    from eejax.train.flops import model_flops_per_token
+
+    return max(batch, 2) * model_flops_per_token(config, 1) / 3
 
 
 def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
@@ -50,7 +60,7 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
 
     A conditional whose first branch has no products takes it where there is nothing to do. One that
     returns caches belongs to a segment, which runs unless all have left; `propagate` then fills its
-    caches. Any other belongs to an exit's head, which runs until a request has left. Every other
+    caches instead. Any other belongs to an exit's head, which runs until a request has left. Every other
     conditional takes its dearest branch. The first segment of a lone slot has no conditional.
 
     Args:
@@ -75,9 +85,7 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
             by_flops = sorted(range(1, len(costs)), key=lambda n: costs[n].flops)
             if kind == "propagate":
                 return by_flops[0 if leaves else -1]
-            # A segment's conditional, whose rows run in place, or the prompts', which do not run.
-            few = len(rest) > 1 or _few_rows(costs[by_flops[0]], batch)
-            runs, begun[0] = few and not (leaves and begun[0]), True
+            runs, begun[0] = not (leaves and begun[0]), True
             return IN_PLACE if runs else 0
         if gone[0] and leaves:
             return 0
@@ -207,7 +215,7 @@ def measured(card: Any, one: CardProgram, made: Compiled) -> dict[str, Any]:
 
     def estimate(leaves):
         branch = branches(one.kind, one.batch, cache, leaves)
-        trips = step_trips(one.batch, cache, leaves)
+        trips = step_trips(1.5 * step_flops(made.config, one.batch), cache, leaves)
         return hlo_cost.estimate(program, body, rates, branch, trips)
 
     cost, floor = estimate(False), made.floor / card.bandwidth
