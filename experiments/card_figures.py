@@ -60,8 +60,8 @@ def branches(kind: str, batch: int, cache: str, leaves: bool) -> Callable:
 
     A conditional whose first branch has no products takes it where there is nothing to do. One that
     returns caches belongs to a segment, which runs unless all have left; `propagate` then fills its
-    caches instead. Any other belongs to an exit's head, which runs until a request has left. Every other
-    conditional takes its dearest branch. The first segment of a lone slot has no conditional.
+    caches instead. Any other belongs to an exit's head, which runs until a request has left. Every
+    other conditional takes its dearest branch. The first segment of a lone slot has no conditional.
 
     Args:
       kind: as `CardProgram.kind`.

@@ -243,7 +243,7 @@ def launch(
         aliases=aliases or {},
         warps=warps,
         stages=stages,
-        capability=_capability.value or _of_gpu(),
+        capability=capability(),
         legacy=_legacy.value,
         constants=constants,
     )

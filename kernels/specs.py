@@ -9,6 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from eejax.kernels.norms import NormOptions
+
 OPS = (
     "compact",
     "decode_attention",
@@ -20,6 +22,8 @@ OPS = (
 """Names of the ops: each is a package `eejax.kernels.<name>`, with `SPECS` in its `arg_specs`."""
 
 DTYPES = ("float32", "float16", "bfloat16")
+RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
+LAYER = NormOptions("layernorm", 1e-5)
 
 
 @dataclasses.dataclass(frozen=True)

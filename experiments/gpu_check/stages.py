@@ -151,9 +151,10 @@ def _tasks(stage: GpuStage, settings: RunSettings) -> Iterator[tuple[str, str, d
 
 def _compiling() -> dict[str, str]:
     """Return an environment in which JAX's CUDA plugin is found, and no device is started."""
-    paths = [os.environ.get("PYTHONPATH"), os.path.join(sys.prefix, "lowering")]
-    known = [p for p in paths if p and (os.pathsep in p or os.path.isdir(p))]
-    return {"JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(known), "XLA_FLAGS": ""}
+    own = os.path.join(sys.prefix, "lowering")
+    paths = [os.environ.get("PYTHONPATH"), own if os.path.isdir(own) else None]
+    known = os.pathsep.join(p for p in paths if p)
+    return {"JAX_PLATFORMS": "cpu", "PYTHONPATH": known, "XLA_FLAGS": ""}
 
 
 def _rehearsing() -> dict[str, str]:

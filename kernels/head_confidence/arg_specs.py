@@ -7,10 +7,7 @@ from functools import partial
 from eejax.kernels.head_confidence.api import head_confidence
 from eejax.kernels.head_confidence.reference import HeadConfidenceOptions
 from eejax.kernels.norms import NormOptions
-from eejax.kernels.specs import DTYPES, Spec, normal
-
-RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
-LAYER = NormOptions("layernorm", 1e-5)
+from eejax.kernels.specs import DTYPES, LAYER, ONE, RMS, Spec, normal
 
 # Rows, width, table rows, padding among them, whether norm and head have a bias; the options.
 SMALL = (

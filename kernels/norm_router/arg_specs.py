@@ -9,10 +9,7 @@ import jax.numpy as jnp
 
 from eejax.kernels.norm_router.api import norm_router
 from eejax.kernels.norms import NormOptions
-from eejax.kernels.specs import DTYPES, Spec, normal
-
-RMS, ONE = NormOptions("rmsnorm", 1e-6), NormOptions("rmsnorm", 1e-6, plus_one=True)
-LAYER = NormOptions("layernorm", 1e-5)
+from eejax.kernels.specs import DTYPES, LAYER, ONE, RMS, Spec, normal
 
 # Rows, widths of the model and the router, norm, whether it has a bias; and whether a product of a
 # state and its scale exceeds float16.

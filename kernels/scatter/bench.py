@@ -7,8 +7,8 @@ from functools import partial
 import jax.numpy as jnp
 
 from eejax.kernels.scatter.api import scatter
-from eejax.kernels.scatter.arg_specs import RMS, draw
-from eejax.kernels.specs import DTYPES, BenchCase, Spec
+from eejax.kernels.scatter.arg_specs import draw
+from eejax.kernels.specs import DTYPES, RMS, BenchCase, Spec
 
 
 def case(m: int, n: int, d: int, dtype: str, tiny: bool = False) -> BenchCase:

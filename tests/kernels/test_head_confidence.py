@@ -18,13 +18,14 @@ from kernel_checks import ROUNDING, small, wide
 from eejax.common.errors import ConfigError
 from eejax.kernels import call
 from eejax.kernels.head_confidence.api import HeadStatistics, head_confidence
-from eejax.kernels.head_confidence.arg_specs import LAYER, ONE, RMS, SPECS, draw
+from eejax.kernels.head_confidence.arg_specs import SPECS, draw
 from eejax.kernels.head_confidence.reference import (
     HeadConfidenceOptions,
     LogitStatistics,
     head_statistics,
     merge,
 )
+from eejax.kernels.specs import LAYER, ONE, RMS
 
 WHICH = ("reference", "interpreter")
 

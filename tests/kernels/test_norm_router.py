@@ -14,8 +14,9 @@ from kernel_checks import ROUNDING, small, wide
 
 from eejax.common.errors import ConfigError
 from eejax.kernels.norm_router.api import norm_router
-from eejax.kernels.norm_router.arg_specs import RMS, SPECS, draw
+from eejax.kernels.norm_router.arg_specs import SPECS, draw
 from eejax.kernels.norms import NormOptions
+from eejax.kernels.specs import RMS
 
 
 def exact(options: NormOptions, x, scale, bias, down, up, up_bias, threshold):

@@ -15,7 +15,8 @@ from kernel_checks import small, wide
 from eejax.common.errors import ConfigError
 from eejax.kernels.norms import NormOptions
 from eejax.kernels.scatter.api import scatter
-from eejax.kernels.scatter.arg_specs import RMS, SPECS, draw
+from eejax.kernels.scatter.arg_specs import SPECS, draw
+from eejax.kernels.specs import RMS
 
 HALF = {"float32": 2.0**-20, "float16": 2.0**-11, "bfloat16": 2.0**-8}
 """A dtype's rounding, of float32's a few: the one rounding there is."""
