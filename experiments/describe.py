@@ -49,7 +49,8 @@ def main() -> None:
         return f"{n:,}" if isinstance(n, int) else f"{n:.1%}" if n < 1 else f"{n:.3e}"
 
     print(table(("training", "number"), [(k, number(n)) for k, n in work.items()]), end="\n\n")
-    if work["share of early-exit heads"] > COSTLY and experiment.loss.exit_tokens == 1:
+    large = work["share of early-exit heads"] > COSTLY
+    if large and experiment.loss.exit_tokens == 1 and experiment.mesh.pipe == 1:
         print(
             "The heads of early exits are a large part of a step, as the vocabulary is large for "
             "this model.\n--config.loss.exit_tokens=0.25 takes their loss at a quarter of the "

@@ -28,7 +28,6 @@ _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line
 
 def main() -> None:
     import os
-    import pathlib
     import sys
     import time
 
@@ -36,14 +35,18 @@ def main() -> None:
     sys.path.append(os.path.join(sys.prefix, "lowering"))  # JAX loads no plugin there
     from eejax.analysis import table
     from eejax.common.errors import require
+    from eejax.common.paths import expanded
     from eejax.experiments import aot
 
     card = aot.CARDS[_CARD.value]
     programs = list(card_programs.programs(_SMALL.value))
     for given in _ONLY.value:
         known = [one.name for one in programs]
-        begins = any(name.startswith(given) for name in known)
+        begins = given and any(name.startswith(given) for name in known)
         require(begins, "--only", given, f"must begin the name of a program: {', '.join(known)}")
+    texts = expanded(_TEXT.value) if _TEXT.value else None
+    if texts is not None:
+        texts.mkdir(parents=True, exist_ok=True)
     aot.device(card)
     versions = aot.versions()
     print(card.name, *(f"{name} {version}" for name, version in versions.items()), sep=", ")
@@ -59,10 +62,8 @@ def main() -> None:
         made = one.build(card)
         seconds = time.perf_counter() - begin
         result[name] = card_figures.measured(card, one, made) | {"compiled_in_s": seconds}
-        if _TEXT.value:
-            folder = pathlib.Path(_TEXT.value)
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / f"{name.replace(' ', '_')}.txt").write_text(made.text)
+        if texts is not None:
+            (texts / f"{name.replace(' ', '_')}.txt").write_text(made.text)
 
         def shown(v):
             return f"{v:,.3g}" if isinstance(v, float) else str(v)

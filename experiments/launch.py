@@ -6,6 +6,7 @@ Launchers that can run as several processes call `define_processes()` beside the
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pathlib
 import re
@@ -116,6 +117,13 @@ def run(
 
     with closed_output.ends_quietly():
         app.run(guarded, flags_parser=_parse)
+
+
+def _require_numbers() -> None:
+    """Raise `ConfigError` for a flag that is not a number: no bound of a flag refuses that."""
+    for name, value in flags.FLAGS.flag_values_dict().items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ConfigError(f"--{name} = nan: must be a number.")
 
 
 def _join() -> None:
@@ -269,6 +277,7 @@ def _parse(argv: list[str]) -> list[str]:
         with warnings.catch_warnings(), _quiet():
             warnings.simplefilter("ignore")
             rest = flags.FLAGS(argv)
+        _require_numbers()
         if file is not None:
             _check_result(file)
         return rest

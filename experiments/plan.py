@@ -20,11 +20,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import pathlib
 
 from absl import flags
 from ml_collections import config_flags
 
+from eejax.common.errors import require
 from eejax.common.paths import expanded
 from eejax.experiments import launch
 from eejax.experiments.stages import ExperimentStages
@@ -46,7 +48,10 @@ BUBBLE = 0.1  # share of a step above which bubbles count as too large
 def main() -> None:
     experiment = launch.configured()
     parts = measured(experiment) if _MEASURE.value else None
-    limit = None if _MEMORY.value is None else int(_MEMORY.value * GIB)
+    memory = _MEMORY.value
+    finite = memory is None or math.isfinite(memory)
+    require(finite, "--memory_gib", memory, "must be a number of GiB", "Leave it out for no limit.")
+    limit = None if memory is None else int(memory * GIB)
     result = plan(experiment, limit, parts)
     show(result)
     if _OUT.value:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import pathlib
 import tempfile
 
 import numpy as np
@@ -74,7 +73,7 @@ def main() -> None:
             f"--exits = {chosen}, --min_exit_layer = {least}: leave no early exit "
             f"active of this model's, at {[e.boundary for e in config.exits]}."
         )
-    out = pathlib.Path(_OUT.value or expanded(_RUN["workdir"]) / "sweep.png")
+    out = expanded(_OUT.value) if _OUT.value else expanded(_RUN["workdir"]) / "sweep.png"
     if out.suffix not in SUFFIXES or out.is_dir():
         raise ConfigError(
             f"--out = {_OUT.value!r}: must be a file ending in {', '.join(SUFFIXES)}."

@@ -15,7 +15,9 @@ from collections.abc import Iterator
 
 from absl import flags
 
-from eejax.common.errors import ConfigError
+from eejax.checkpoint.files import write_text
+from eejax.common.errors import ConfigError, require
+from eejax.common.paths import expanded
 from eejax.experiments import launch
 
 _OUTPUT = flags.DEFINE_string("output", None, "The file to write, in JSON lines.", required=True)
@@ -36,19 +38,21 @@ def main() -> None:
     folder = os.environ.get("EEJAX_DATA")
     if not folder:
         raise ConfigError("$EEJAX_DATA: must name the folder of the task sets; it is not set.")
-    held = HeldOutTexts(prompts(folder))
-    kept = left = 0
+    path = expanded(_OUTPUT.value)
+    fix = "Name another, or remove it."
+    require(not path.exists(), "--output", _OUTPUT.value, "must be a new file", fix)
+    unseen, left = HeldOutTexts(prompts(folder)), 0
+    lines = []
+    for key, text in documents(folder):
+        if unseen.has(key):
+            left += 1
+        else:
+            lines.append(json.dumps({"text": text}) + "\n")
     try:
-        with open(_OUTPUT.value, "w", encoding="utf-8") as file:
-            for key, text in documents(folder):
-                if held.has(key):
-                    left += 1
-                    continue
-                kept += 1
-                print(json.dumps({"text": text}), file=file)
+        write_text(path, "".join(lines))
     except OSError as error:
         raise ConfigError(f"--output = {_OUTPUT.value!r}: cannot be written ({error}).") from error
-    launch.say(f"{kept} documents; {left} left out, of which mixed prompts are")
+    launch.say(f"{len(lines)} documents; {left} left out, of which mixed prompts are")
 
 
 def prompts(folder: str) -> list[dict]:

@@ -20,6 +20,7 @@ import numpy as np
 from absl import flags
 from ml_collections import config_flags
 
+from eejax.common.paths import expanded
 from eejax.experiments import config_files, launch
 
 _DEFAULT = config_files.FOLDER / "demo.py"
@@ -77,7 +78,7 @@ def main() -> None:
     from eejax.train.loop import fit
     from eejax.train.runs import open_run
 
-    workdir = pathlib.Path(_WORKDIR.value or ("runs/tiny" if _TINY.value else "runs/demo"))
+    workdir = expanded(_WORKDIR.value or ("runs/tiny" if _TINY.value else "runs/demo"))
     begin = time.perf_counter()
     experiment = Experiment.from_dict(_CONFIG.value)
     experiment = tiny(experiment) if _TINY.value else experiment

@@ -110,6 +110,7 @@ def check_alike(opened: Mapping[str, LanguageModel]) -> None:
         for what, of in (
             ("tokenizer", lambda m: m.tokenizer.fingerprint),
             ("vocabulary", lambda m: m.config.vocab_size),
+            ("set of end tokens", lambda m: sorted(m.tokenizer.end_ids)),
         ):
             # The message begins with the setting to fix, which is not the differing one.
             require(
@@ -117,7 +118,8 @@ def check_alike(opened: Mapping[str, LanguageModel]) -> None:
                 f"model: the {what} of {name!r}",
                 of(model),
                 f"must be that of {first!r}, {of(own)!r}",
-                "A text goes from one model to another as ids: train them with one tokenizer.",
+                "A text goes from one model to another as ids, and ends alike in all: use models "
+                "of one tokenizer and one set of end tokens.",
             )
 
 

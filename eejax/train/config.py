@@ -287,6 +287,7 @@ class Experiment:
             "loss.exit_tokens",
             self.loss.exit_tokens,
             f"must be 1 on several stages (mesh.pipe = {self.mesh.pipe})",
+            "Set it to 1, or use mesh.data and mesh.model in place of stages.",
         )
         require(
             not (tuned and self.train.layer_dropout),

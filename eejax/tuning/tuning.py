@@ -109,9 +109,13 @@ def tune_model(
     )
     whole, has = with_exits(model.params, config, chosen, mlp=kind == "mlp", block=kind == "block")
     folder = pathlib.Path(folder)
+    there = folder.exists() and not folder.is_dir()
+    require(not there, "folder", str(folder), "must be a folder, and it is a file")
     settings = {
         "boundaries": list(chosen),
         "windows": windows,
+        "predictions": options.predictions,
+        "dtype": config.dtype,
         "about": {"parameters": digest(has, whole), **(about or {})},
     }
     require_same_settings(folder / SETTINGS, settings, [states.PROGRESS_FILE], "tuning")

@@ -20,12 +20,12 @@ with tiny models on the CPU. Its times mean nothing.
 from __future__ import annotations
 
 import json
-import pathlib
 from typing import Any
 
 from absl import flags
 
-from eejax.common.errors import ConfigError
+from eejax.common.errors import ConfigError, require
+from eejax.common.paths import expanded
 from eejax.experiments import launch
 from eejax.experiments.gpu_check import stages
 
@@ -50,8 +50,9 @@ LONG = ("names", "threads", "log", "errors")
 
 def main() -> None:
     seconds = _SECONDS.value or (7200.0 if _DRY_RUN.value else 300.0)
+    require(_OUT.value, "--out", _OUT.value, "must name a folder")
     settings = stages.RunSettings(
-        pathlib.Path(_OUT.value), seconds, _SMALL.value, _DRY_RUN.value, _CARD.value
+        expanded(_OUT.value), seconds, _SMALL.value, _DRY_RUN.value, _CARD.value
     )
     named = chosen(_STAGES.value)
     if not (settings.small or settings.dry_run) and (why := stages.missing_gpu()):

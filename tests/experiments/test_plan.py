@@ -10,7 +10,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from launchers import functions_of
+from launchers import functions_of, parsed
 from matplotlib.image import imread
 
 from eejax.common.errors import ConfigError
@@ -200,3 +200,11 @@ def test_the_launcher(repo_root, tmp_path):
     assert [s["boundaries"] for s in result["stages"]] == [[], [10], [20], [40]]
     assert any(line.startswith("suggested: pipeline.layers=(10, 10, 10, 10)") for line in lines)
     assert imread(tmp_path / "new" / "gantt.png").std() > 0.02
+
+
+@pytest.mark.parametrize("value, told", [("nan", "must be a number"), ("inf", "Leave it out")])
+def test_memory_that_is_no_number_is_refused(value, told, repo_root, capsys):
+    own = f"--config={repo_root}/configs/tiny.py", f"--memory_gib={value}"
+    with pytest.raises((SystemExit, ConfigError), match=f"--memory_gib = {value}: .*{told}"):
+        with parsed("eejax.experiments.plan", *own):
+            functions_of("eejax.experiments.plan").main()

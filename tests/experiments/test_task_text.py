@@ -101,6 +101,19 @@ def test_what_prompts_have_is_left_out_and_all_else_is_kept(data, capsys):
     assert f"{len(got)} documents; {len(SETS)} left out" in capsys.readouterr().err
 
 
+def test_a_file_that_is_there_stays(data, tmp_path):
+    path = data / "out.jsonl"
+    path.write_text("kept")
+    with pytest.raises(ConfigError, match="^--output = .*: must be a new file. Name another"):
+        written(data)
+    assert path.read_text() == "kept"
+    path.unlink()
+    (data / task_text.BOOKS[-1]).unlink()
+    with pytest.raises(ConfigError, match=task_text.BOOKS[-1]):
+        written(data)
+    assert not path.exists()  # nothing is written where not all could be read
+
+
 def test_without_prompts_nothing_is_left_out(data):
     """So that it is they for which it was."""
     write(data, "mixed_prompts/mixed_prompts", [{"prompt": "Something else altogether."}])

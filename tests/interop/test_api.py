@@ -132,7 +132,7 @@ def test_paths_are_text_and_wrong_arguments_are_named(small_run, tmp_path):
             model.tune(text, [0], **wrong)
     with pytest.raises(TypeError, match="steps"):
         model.tune(text, [0], steps=3)
-    with pytest.raises(OSError, match=r"a\.txt"):
+    with pytest.raises(ConfigError, match=r"^folder = .*a\.txt'?: must be a folder"):
         model.tune(text, [0], folder=text, tokens=64, length=16)
     for wrong in (1, [True], [1.0], []):
         with pytest.raises(ConfigError, match=r"^boundaries = .*: must be in 0\.\."):
@@ -285,3 +285,9 @@ def test_a_tuning_that_is_interrupted_goes_on(small_run, tmp_path, monkeypatch):
     assert model.tune(text, [0], **size).tuning == whole.tuning and not computed
     with pytest.raises(ConfigError, match="holds a tuning of other settings: boundaries"):
         model.tune(text, [1], **size)
+    with pytest.raises(ConfigError, match="holds a tuning of other settings: predictions"):
+        model.tune(text, [0], predictions=4, **size)
+    # Its parameters are those of the other dtype, rounded, but not its states.
+    with pytest.raises(ConfigError, match="holds a tuning of other settings: .*dtype"):
+        half = model.config.replace(dtype="bfloat16")
+        LanguageModel(half, model.params, model.tokenizer).tune(text, [0], **size)

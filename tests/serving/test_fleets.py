@@ -438,6 +438,14 @@ def test_models_of_one_tokenizer_alone():
     told = "model: the tokenizer of 'c' = 'bytes-256-10': must be that of 'a', 'bytes-257'"
     with pytest.raises(ConfigError, match=f"^{re.escape(told)}"):
         check_alike(other)
+
+    class EndsOtherwise(ByteTokenizer):
+        end_ids = (5, 6)
+
+    other = same | {"c": LanguageModel(config, {}, EndsOtherwise())}
+    told = r"^model: the set of end tokens of 'c' = \[5, 6\]: must be that of 'a', \[256\]"
+    with pytest.raises(ConfigError, match=told):
+        check_alike(other)
     other = same | {"c": opened(config.replace(vocab_size=300))}
     told = "^model: the vocabulary of 'c' = 300: must be that of 'a', 257"
     with pytest.raises(ConfigError, match=told):
