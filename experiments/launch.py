@@ -294,6 +294,8 @@ def _parse(argv: list[str]) -> list[str]:
         if isinstance(error, flags.UnrecognizedFlagError) and error.flagname in RENAMED_FLAGS:
             name = error.flagname
             sys.exit(f"error: --{name}: is now called --{RENAMED_FLAGS[name]}.")
+        if found := re.search(r"--(\w+)=None: Flag --\1 must have a value", str(error)):
+            sys.exit(f"error: --{found[1]}: is required. See --help.")
         if isinstance(error, flags.Error | OSError | TypeError | ValueError):
             sys.exit(f"error: {_one_line(error)}")
         raise

@@ -324,6 +324,9 @@ def draw(path: pathlib.Path, summary: dict[str, Any]) -> None:
     analysis.save(figure, path)
 
 
+EXPLANATION = """\
+speed: the full model's time for the questions, over the time of a way.
+same tokens: those of the full model's answers; after one that differs, the rest is another text."""
 WAYS = {
     FULL: "the full model",
     DRAFTS: "drafts, verified",
@@ -355,10 +358,8 @@ def show(model, summary: dict[str, Any], answers: dict[str, list], workdir: path
     for name, way in summary["ways"].items():
         label = WAYS[name] + (f", threshold {summary['threshold']:g}" if name == EXITS else "")
         speed = "1" if name == FULL else f"{way['speed']:.2f} ({way['low']:.2f}-{way['high']:.2f})"
-        # What follows a token that differs is another text, so exits are judged on given text.
-        same = summary["expected_agreement"] if name == EXITS else way["same"]
-        rows.append([label, f"{way['tokens_per_second']:.1f}", speed, f"{same:.1%}"])
-    header = ["answers by", "tokens/s", "times full (95 %)", "tokens as the full model's"]
+        rows.append([label, f"{way['tokens_per_second']:.1f}", speed, f"{way['same']:.1%}"])
+    header = ["answers by", "tokens/s", "speed (95 % interval)", "same tokens"]
     files = ("grade.html", "quickstart.png", "chat.txt")
     command = f"  {launch.shell_command()} chat {workdir / 'model'}"
     return "\n".join(
@@ -367,6 +368,7 @@ def show(model, summary: dict[str, Any], answers: dict[str, list], workdir: path
             analysis.table(["exit", "agreement before tuning", "after"], exits),
             "",
             analysis.table(header, rows),
+            EXPLANATION,
             "",
             verdict(summary),
             f"\nThis took {sum(summary['seconds'].values()):.0f} s. Look at:",
@@ -397,7 +399,8 @@ def verdict(summary: dict[str, Any]) -> str:
     return (
         f"{drafts} {said(DRAFTS)} ({min(speeds):.2f} to {max(speeds):.2f} by question; most where "
         f"the answer repeats text), and {same} tokens are the full model's.\n"
-        f"Early exits at {summary['expected_agreement']:.0%} agreement {said(EXITS)}."
+        f"Early exits that agree with the full model in {summary['expected_agreement']:.0%} of the "
+        f"tokens of held-out text {said(EXITS)}."
     )
 
 

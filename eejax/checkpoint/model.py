@@ -136,6 +136,11 @@ def _restore(
             f"{workdir} is a tuning run that has not ended: the command that began it "
             "(eejax tune ...) finishes it."
         )
+    if not folder.is_dir() and (workdir / "config.json").is_file():
+        raise CheckpointError(
+            f"{workdir} holds no checkpoints: it is a model's folder. To make a run of it: eejax "
+            f"import-hf --model={workdir} --workdir=..."
+        )
     if not folder.is_dir():
         raise CheckpointError(
             f"{workdir} holds no checkpoints: give the --workdir of a training run "

@@ -126,7 +126,8 @@ class GenerationResult:
         parts = [
             (f"exit {boundary}: {int((self.exits == e).sum())}", self._exit_color(e))
             for e, boundary in enumerate(self.exit_boundaries[:-1])
-            if not self.drafted.any() or (self.exits == e).any()  # an exit that only drafts
+            # Not an exit that only drafts, nor one without layers that no token left by.
+            if (self.exits == e).any() or (boundary and not self.drafted.any())
         ]
         shown = [paint(text, color) if colors else text for text, color in parts]
         shown.append(f"final {self.exit_boundaries[-1]}: {int((self.exits == last).sum())}")
