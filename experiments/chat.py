@@ -8,7 +8,7 @@ MODEL is anything that `eejax.load` takes, with a chat template. Every line type
 the conversation before it counts; /new begins another one. Ctrl-C ends an answer, and at the prompt
 it ends the session. With --prompt each message is asked by itself, and the command ends.
 
-Without --threshold the answers are those of the full model: the text drafts where it repeats
+Without --threshold the answers are those of the full model: the text so far drafts where it repeats
 itself, and so does an exit that the model has, and all layers verify the drafts (--nodrafts: none).
 With --threshold a token leaves at the first exit whose confidence reaches it. Tokens are shown in
 the color of their exit, or of drafts that were right; behind each answer is a legend with the

@@ -105,6 +105,8 @@ def main() -> None:
             lines = [line for line in lines if line.number not in done]
         failed = complete(model, engine, stop_token_ids, lines, out) if lines else 0
     if failed:
+        where = "the output" if _OUTPUT.value is None else _OUTPUT.value
+        launch.say(f'{failed} could not be run: "finish" says why in {where}')
         raise SystemExit(1)
 
 
@@ -163,7 +165,7 @@ def parsed(number: int, text: str) -> Line:
         return Line(number, {"prompt": text}, str(error))
     others = [name for name in wants if name not in FIELDS]
     if others:
-        return Line(number, wants, f"has {others}: must be among {list(FIELDS)}")
+        return Line(number, wants, f"has the fields {others}: known are {list(FIELDS)}")
     if not isinstance(wants.get("prompt"), str):
         return Line(number, wants, 'must have a text as "prompt"')
     lists = [name for name, value in wants.items() if isinstance(value, list | dict)]
@@ -270,7 +272,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
             shown = now
             launch.say(f"{done} of {len(of)} done, {total / (now - begin):.0f} tokens/s")
     took = time.perf_counter() - begin
-    launch.say(f"{done} texts, {total} tokens, {total / max(took, 1e-9):.0f} tokens/s")
+    launch.say(f"{done} texts, {total} tokens, {total / max(took, 1e-9):.3g} tokens/s")
     if payoff is not None:
         found = "too few calls to compare exits"
         if payoff.ratio is not None:

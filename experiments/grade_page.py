@@ -24,7 +24,7 @@ pre { background: #f3f5f7; padding: 0.8rem 1rem; overflow-x: auto; border-radius
 WAYS = {
     GATE: "early exits emit tokens",
     DRAFTS: "an exit drafts",
-    LOOKUP: "the text drafts where it repeats itself",
+    LOOKUP: "drafts from the text so far, where it repeats itself",
 }
 NONE = "–"
 

@@ -51,7 +51,7 @@ class ControllerOptions:
       candidates: models that are evaluated, the best by their benchmarks.
       prompts: prompts of the evaluation of one.
       interval: prompts between two reassessments, or auto: as many as it takes until they cost no
-        more than a share `gain` of the time (`prospects.interval`).
+        more than a share `gain` of the time.
       window: tokens in which breaches are counted, those that leave below their threshold.
       breaches: maximum tokens of the window that may leave below their threshold before more layers
         or another model are considered.
