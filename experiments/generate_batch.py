@@ -272,7 +272,7 @@ def complete(model, engine, stop_token_ids: list[int], lines: list[Line], out) -
             shown = now
             launch.say(f"{done} of {len(of)} done, {total / (now - begin):.0f} tokens/s")
     took = time.perf_counter() - begin
-    launch.say(f"{done} texts, {total} tokens, {total / max(took, 1e-9):.3g} tokens/s")
+    launch.say(f"{done} texts, {total} tokens, {total / max(took, 1e-9):.1f} tokens/s")
     if payoff is not None:
         found = "too few calls to compare exits"
         if payoff.ratio is not None:

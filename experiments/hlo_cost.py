@@ -122,7 +122,8 @@ def estimate(
                     total += Cost(decisions=1, seconds=rates.decision)
                 elif i.op == "while":
                     own, once = of(i.called[0]), Cost(decisions=1, seconds=rates.decision)
-                    total += own.times(n := trips(i, own)) + once.times(max(n, 1))
+                    n = trips(i, own)
+                    total += own.times(n) + once.times(max(n, 1))
                 elif i.op == "call":
                     total += of(i.called[0])
                 elif i.op not in hlo.FREE:

@@ -8,6 +8,7 @@ an embedding is free.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 
@@ -25,11 +26,13 @@ def weights(declared: Tree) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
+@functools.cache
 def layer_weights(config: ModelConfig) -> int:
     """Count those of one layer."""
     return weights(params.layer(config))
 
 
+@functools.cache
 def exit_weights(config: ModelConfig, e: int) -> int:
     """Count those of exit e's own MLP and block, without its head and its router."""
     own = params.exit_(config, config.exits[e])

@@ -29,7 +29,7 @@ from eejax.kernels.specs import OPS
 BOUNDS = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 """Maximum error of a row (`difference`), by the dtype of the states; TF32 is off."""
 
-TIES = {"norm_router": 0.02, "head_confidence": 0.02}
+ROUNDED = {"norm_router": 0.02, "head_confidence": 0.02}
 """Share of an op's integers and booleans that rounding may decide: a likeliest token, or whether a
 confidence reaches a threshold. Those of other ops must be equal."""
 
@@ -161,7 +161,7 @@ def kernels(check: StageCheck, op: str) -> dict[str, Any]:
             worst[dtype] = found["error"]
         bound = max(BOUNDS.get(dtype, 0.0), FARTHER * found["reference_error"])
         # Written so that NaN fails the bound, too.
-        unlike = found["reference_unlike"] + TIES[op] if op in TIES else 0.0
+        unlike = found["reference_unlike"] + ROUNDED[op] if op in ROUNDED else 0.0
         if not (found["error"] <= bound and found["unlike"] <= unlike):
             wrong.append(dict(case=spec.name, bound=bound) | found)
     result = dict(cases=cases, seed=seed, worst=worst, beside_float32=larger)

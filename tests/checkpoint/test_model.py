@@ -68,6 +68,11 @@ def test_reading_leaves_the_run_untouched(workdir):
 def test_what_is_missing_is_named(workdir, tmp_path):
     with pytest.raises(CheckpointError, match="holds no checkpoints"):
         load_run(tmp_path / "elsewhere")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    told = f"a model's folder. .* import-hf --model={tmp_path / 'model'} "
+    with pytest.raises(CheckpointError, match=told):
+        load_run(tmp_path / "model")
     (tmp_path / "empty" / CHECKPOINTS).mkdir(parents=True)
     with pytest.raises(CheckpointError, match="is empty"):
         load_run(tmp_path / "empty")

@@ -126,6 +126,11 @@ def test_a_field_of_the_command_line_has_no_line_of_the_file(tmp_path):
         assert launch._mistake(error) == f"{path}, line 7: {error}"
 
 
+def test_a_flag_that_must_be_given_is_named():
+    with pytest.raises(SystemExit, match="^error: --workdir: is required. See --help.$"):
+        parse("eejax.experiments.evaluate")
+
+
 def test_of_no_file_nothing_is_said(tmp_path):
     assert config_errors.located(ValueError("x"), str(tmp_path / "other.py")) is None
     assert re.match(r".*no such file\. Give the path", said(tmp_path / "none.py"))

@@ -15,10 +15,12 @@ from launchers import call, functions_of
 
 from eejax.common.errors import ConfigError
 from eejax.experiments import aot, card_programs
-from eejax.experiments.gpu_check import check, stages, torch_peer, traces
+from eejax.experiments.gpu_check import check, smoke, stages, torch_peer, traces
 from eejax.experiments.gpu_check.check import StageCheck
 from eejax.experiments.gpu_check.stages import STAGES, GpuStage, RunSettings
 from eejax.helios import energy
+from eejax.inference.generate import DECODE_STEPS
+from eejax.inference.options import CHUNKS
 from eejax.kernels import triton_call
 from eejax.train.flops import peak_flops
 
@@ -196,6 +198,8 @@ def test_a_dry_run_says_that_the_compiler_is_missing(tmp_path, modules, monkeypa
 def test_an_unknown_stage_is_named(tmp_path):
     with pytest.raises(ConfigError, match="--stages = smoek: must be among smoke, decode"):
         call(CHECK, "--stages=smoek", f"--out={tmp_path}")
+    with pytest.raises(ConfigError, match="--out = '': must name a folder"):
+        call(CHECK, "--stages=smoke", "--small", "--out=")
     chosen = functions_of(CHECK).chosen
     for names in ([], ["all", "smoke"]):
         with pytest.raises(ConfigError, match="must name stages, or be all and nothing else"):
@@ -237,6 +241,35 @@ def test_calls_that_cannot_be_written_are_left_out(monkeypatch, tmp_path):
         assert ("full 1 legacy" in found["decode"]) == known
         assert "full 1 reference" in found["decode"]
         assert any("older form" in program for program in found["smoke"]) == known
+
+
+def test_one_wrong_row_of_many_is_found():
+    want = np.random.default_rng(0).normal(size=(3, 4096, 16))
+    got = want.astype(np.float32)
+    assert smoke.difference([got], [want])[0] < 1e-6
+    got[1, 77] = 0.0  # as where a cache was not written
+    assert smoke.difference([got], [want])[0] > 0.5
+    got[1, 77, 3] = np.nan
+    assert np.isnan(smoke.difference([got], [want])[0])
+    flat = want[0, 0] * 0 + 1.0
+    assert smoke.difference([flat + (np.arange(16) == 5) * 0.1], [flat])[0] == pytest.approx(0.1)
+    order = np.arange(1000)
+    assert smoke.difference([order[::-1]], [order]) == (0.0, 1.0)
+    assert "compact" not in smoke.ROUNDED  # whose results must be equal
+
+
+def test_a_dry_run_compiles_what_the_stages_run(tmp_path):
+    """Sizes are those of a GPU, though the process computes on a CPU."""
+
+    def builds(stage, part=""):
+        module = functions_of(f"eejax.experiments.gpu_check.{stage}")
+        check = StageCheck(part, tmp_path, stage, False, "h100", deadline=0.0)
+        return dict(module.programs(check))
+
+    options = builds("helios")["large to depth 1, 32 slots"].keywords["options"]
+    assert options.chunk == CHUNKS["gpu"] and 2 not in options.buckets
+    for name, build in builds("decode").items():
+        assert build.args[1].keywords.get("steps", DECODE_STEPS) == DECODE_STEPS, name
 
 
 def test_a_step_reads_what_is_filled():

@@ -185,5 +185,9 @@ def test_colors_by_exit_and_their_legend():
     right = f"\x1b[38;5;{DRAFT_COLOR}m"
     assert drafted.colored(0, decode) == green("a") + green("é") + f"{right}b\x1b[0m"
     assert drafted.legend(False) == "exit 1: 1, exit 4: 2, final 4: 1, of which 1 were drafted"
-    last = dataclasses.replace(drafted, exits=np.full_like(result.exits, 2))
+    # An exit without layers is there for drafts from the text, and is not shown where none came.
+    final = np.full_like(result.exits, 2)
+    text = dataclasses.replace(result, exits=final, exit_boundaries=(0, 2, 4))
+    assert text.legend(False) == "exit 2: 0, final 4: 4"
+    last = dataclasses.replace(drafted, exits=final)
     assert last.legend(False) == "final 4: 4, of which 4 were drafted"

@@ -240,10 +240,7 @@ def pretrained_config(path: pathlib.Path) -> tuple[ModelConfig, Mapping[str, Any
     config = base if side is None else side.config
     if known or compare.incomparable(path, base):
         return config, raw.values
-    if compare.remembered(path, config) is None:
-        load_pretrained(path)
-    found = compare.remembered(path, config)
-    assert found is not None
+    found = compare.remembered(path, config) or load_pretrained(path)
     return found.config, raw.values
 
 
