@@ -5,8 +5,7 @@ import struct
 
 import numpy as np
 
-from eejax.checkpoint.hf import load_pretrained
-from eejax.inference import Generator
+import eejax
 
 # What stories260K says without a prompt, taking the likeliest token each time: the readme of
 # karpathy/tinyllamas, stories260K.
@@ -20,6 +19,8 @@ PUBLISHED = (
     "Lily didn't want to help her mom, so she said, \"I'm sorry, mom. I didn't know what to do.\" "
     "Her mom said, \"Don't worry, Lily. We can help you."
 )
+
+KINDS = "NORMAL", "UNKNOWN", "CONTROL", "BYTE"
 
 
 def converted(file, folder):
@@ -79,25 +80,33 @@ def converted(file, folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def pieces(file) -> list[bytes]:
-    """The tokens of a llama2.c tokenizer, after the length of the longest."""
-    data, at, found = file.read_bytes(), 4, []
+def tokenizer_model(file) -> bytes:
+    """The SentencePiece model of a llama2.c tokenizer: a length, then scores and pieces."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto
+
+    data, at, model = file.read_bytes(), 4, ModelProto()
+    normal, unknown, control, byte = (ModelProto.SentencePiece.Type.Value(k) for k in KINDS)
+    special = {0: ("<unk>", unknown), 1: ("<s>", control), 2: ("</s>", control)}
     while at < len(data):
-        _, size = struct.unpack_from("fi", data, at)
-        found.append(data[at + 8 : at + 8 + size])
+        score, size = struct.unpack_from("fi", data, at)
+        own = data[at + 8 : at + 8 + size].decode().replace(" ", "\u2581")
+        own = own, byte if own[:3] == "<0x" and len(own) == 6 else normal
+        piece, kind = special.get(len(model.pieces), own)
+        model.pieces.add(piece=piece, score=score, type=kind)
         at += 8 + size
-
-    def byte(p):
-        return bytes([int(p[3:5], 16)]) if p[:3] == b"<0x" and len(p) == 6 else p
-
-    return [byte(p) for p in found]
+    model.trainer_spec.model_type = 2  # byte pairs
+    model.trainer_spec.vocab_size = len(model.pieces)
+    model.trainer_spec.byte_fallback = True
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.remove_extra_whitespaces = False
+    return model.SerializeToString()
 
 
 def test_stories260k_says_what_was_published(eejax_data, tmp_path):
-    folder = eejax_data / "models" / "stories260K"
-    converted(folder / "stories260K.bin", tmp_path / "hf")
-    model = load_pretrained(tmp_path / "hf")
-    result = Generator.make(model.params, model.config, "full").generate([[1]], 256)
-    said = pieces(folder / "tok512.bin")
-    text = b"".join(said[i] for i in result.ids(0)).decode().removeprefix(" ")
-    assert text.startswith(PUBLISHED)
+    source, folder = eejax_data / "models" / "stories260K", tmp_path / "hf"
+    converted(source / "stories260K.bin", folder)
+    (folder / "tokenizer.model").write_bytes(tokenizer_model(source / "tok512.bin"))
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    model = eejax.load(folder, dtype="float32")
+    text, _ = model.generate("", 256, engine="full")
+    assert text.removeprefix(" ").startswith(PUBLISHED)
