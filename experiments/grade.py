@@ -3,10 +3,12 @@
     eejax grade smollm2
     eejax grade runs/demo --out=grades/demo
     eejax grade models/tinylm --tokenizer=bytes --text='texts/*.txt'
+    eejax grade smollm2 --tune='mine/*.txt' --text=other.txt
 
 MODEL is anything that `eejax.load` takes: a run's workdir, a Hugging Face folder, a GGUF file, or a
 name. The text is a run's own held-out text, python-stdlib for other models, or --text. Where the
-model has no exit, one of its own final norm and head is added, every --every layers. The command
+model has no exit, one of its own final norm and head is added, every --every layers. With --tune
+these exits are trained on other text first, and OUT/model is the model with them. The command
 measures layers, heads and whole steps, scores every exit on the text, predicts the speed of gates
 and of drafts, and decodes with the best of both beside the full model. It prints a table and the
 verdict, and writes grade.html, which needs no network, and grade.json into --out. With --json the
@@ -16,6 +18,8 @@ last line printed is one JSON object.
 from __future__ import annotations
 
 import json
+import pathlib
+import shutil
 import tempfile
 
 from absl import flags
@@ -25,6 +29,9 @@ from eejax.experiments import held_out, launch
 
 _TEXT = flags.DEFINE_multi_string(
     "text", [], "Text files, globs, or python-stdlib; by default a run's own held-out text."
+)
+_TUNE = flags.DEFINE_multi_string(
+    "tune", [], "Text to tune the added exits on first: as --text, and not the same."
 )
 _TOKENS = flags.DEFINE_integer("tokens", 16_384, "Approximate tokens of text.", lower_bound=2)
 _LENGTH = flags.DEFINE_integer(
@@ -53,11 +60,16 @@ def main(names: list[str]) -> None:
     from eejax.experiments import grade_page, grading
 
     name = launch.one_model(names)
-    workdir = is_run(expanded(name))
+    workdir, out = is_run(expanded(name)), expanded(_OUT.value)
+    tokenizer = _TOKENIZER.value
     with launch.flags_named({}):
-        model = eejax.load(name, tokenizer=_TOKENIZER.value)
+        model = eejax.load(name, tokenizer=tokenizer)
     with tempfile.TemporaryDirectory() as folder:
         batches, source = text_of(name, model, folder)
+    grading.check_text(batches)
+    if _TUNE.value:
+        model = with_tuned_exits(model, out)
+        name, workdir, tokenizer = str(out / "model"), False, None
     with launch.flags_named({}):
         found = grading.grade(
             name,
@@ -67,10 +79,10 @@ def main(names: list[str]) -> None:
             every=_EVERY.value,
             pairs=_PAIRS.value,
             workdir=workdir,
-            tokenizer=_TOKENIZER.value,
+            tokenizer=tokenizer,
             say=launch.say,
         )
-    result, out = grading.as_json(found), expanded(_OUT.value)
+    result = grading.as_json(found)
     out.mkdir(parents=True, exist_ok=True)
     write_text(out / "grade.json", json.dumps(result, indent=1))
     write_text(out / "grade.html", grade_page.page(found))
@@ -102,6 +114,40 @@ def text_of(name: str, model, folder: str) -> tuple[list, str]:
         source = data.source(names, max_bytes=limit)
     batches = held_out.of_source(source, model.tokenizer, folder, _TOKENS.value, length)
     return list(batches), ", ".join(names)
+
+
+def with_tuned_exits(model, out: pathlib.Path):
+    """Return the model with exits tuned on --tune wherever the grade would add one.
+
+    It is saved in OUT/model. States of the text lie in OUT/states until the tuning has ended, which
+    the same command continues.
+    """
+    from eejax.checkpoint.hf.save import hf_config_of
+    from eejax.checkpoint.hf.sidecar import without_exits
+    from eejax.common.errors import require
+    from eejax.experiments import grading
+
+    folder, states = out / "model", out / "states"
+    same = sorted({*_TUNE.value} & {*_TEXT.value})
+    require(not same, "--tune", same, "must be other text than --text", "It would grade itself.")
+    require(
+        not folder.exists(), "--out", str(out), f"has a model: remove {folder}, or name another"
+    )
+    with launch.flags_named({}):
+        added = grading.added_boundaries(model.config, _EVERY.value)
+    require(
+        bool(added),
+        "--tune",
+        list(_TUNE.value),
+        "needs a depth without an exit",
+        "The model has exits wherever it is graded: leave --tune out, or lower --every.",
+    )
+    hf_config_of(without_exits(model.config))  # raises for a model that cannot be saved
+    with launch.flags_named({"text": "tune", "source": "tune"}):
+        tuned = model.tune(_TUNE.value, added, folder=states, watch=launch.say)
+    tuned.save(folder)
+    shutil.rmtree(states)
+    return tuned
 
 
 def show(found) -> str:

@@ -21,6 +21,7 @@ from eejax.checkpoint.language_model import LanguageModel
 from eejax.experiments import grade_times, grade_verdict
 from eejax.experiments.grade_times import MeasuredSpeed
 from eejax.experiments.grade_verdict import TARGETS, GradeVerdict, Recipe
+from eejax.models.config import ModelConfig
 
 MARGIN = 0.005  # a threshold is chosen to keep so much more than its target
 PROMPT, NEW = 64, 64  # tokens of a prompt, and after it
@@ -237,18 +238,25 @@ def safest(points: Sequence[GatePoint]) -> GatePoint:
     return max(good, key=lambda p: p.speed)
 
 
+def added_boundaries(config: ModelConfig, every: int | None) -> tuple[int, ...]:
+    """Return boundaries without an exit, `every` layers apart; None for about ten of them."""
+    from eejax.calibration.calibration import boundaries_for
+
+    every = max(1, round(config.n_layers / 10)) if every is None else every
+    own = {e.boundary for e in config.exits}
+    return tuple(n for n in boundaries_for(config, every) if n not in own)
+
+
 def with_every(model: LanguageModel, every: int | None) -> LanguageModel:
     """Return the model with exits of its final norm and head at boundaries without an exit.
 
-    They lie `every` layers apart; None for about ten of them.
+    Those are `added_boundaries`.
     """
     from eejax.calibration import with_exits
-    from eejax.calibration.calibration import boundaries_for
 
     config = model.config
-    every = max(1, round(config.n_layers / 10)) if every is None else every
     kept = config.replace(exits=tuple(e for e in config.exits if e.boundary < config.n_layers))
-    params, config = with_exits(model.params, kept, boundaries_for(config, every))
+    params, config = with_exits(model.params, kept, added_boundaries(config, every))
     return dataclasses.replace(model, params=params, config=config)
 
 

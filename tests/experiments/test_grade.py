@@ -130,6 +130,22 @@ def test_a_folder_without_exits_gets_some_and_needs_a_tokenizer(tmp_path):
     assert [(d["boundary"], d["added"]) for d in result["depths"]] == [(1, True), (2, False)]
     assert [d["tuned"] for d in result["drafts"]] == [False]
     assert "a &lt;b&gt;.txt" in (tmp_path / "out" / "grade.html").read_text()
+    (tmp_path / "b.txt").write_text("other text to learn from. " * 400)
+    tuned = f"--tune={tmp_path / 'b.txt'}"
+    done = ended(COMMAND, tmp_path / "model", text, tuned, *flags)
+    assert done.status == 0, done.err
+    result = json.loads((tmp_path / "out" / "grade.json").read_text())
+    assert [(d["boundary"], d["added"]) for d in result["depths"]] == [(1, False), (2, False)]
+    # The exit stands beside the head that it began as.
+    assert [d["tuned"] for d in result["drafts"]] == [True, False]
+    assert f'eejax.load("{tmp_path / "out" / "model"}")' in result["recipe"]["python"]
+    saved = eejax.load(tmp_path / "out" / "model")
+    assert [e.boundary for e in saved.config.exits] == [1] and saved.config.exits[0].mlp
+    assert not (tmp_path / "out" / "states").exists()
+    absent = ended(COMMAND, tmp_path / "model", text, "--tune=none.txt", "--every=1", "--out=new")
+    assert absent.status == 1 and "none.txt does not exist: check the path" in absent.err
+    again = ended(COMMAND, tmp_path / "model", text, tuned, *flags)
+    assert again.status == 1 and f"remove {tmp_path / 'out' / 'model'}, or name" in again.err
 
 
 @pytest.mark.parametrize(
@@ -141,11 +157,14 @@ def test_a_folder_without_exits_gets_some_and_needs_a_tokenizer(tmp_path):
         (("{run}", "--text={folder}/none.txt"), r"none\.txt does not exist: check the path"),
         (("{run}", "--text={folder}/short.txt"), r"--text: has 1 windows .* at least 2"),
         (("{run}", "--every=3"), r"--every = 3: must leave a boundary in 1\.\.2"),
+        (("{run}", "--text={folder}/long.txt", "--tune={folder}/long.txt"), r"--tune = .*other text"),
+        (("{run}", "--tune={folder}/long.txt"), r"--tune = .*: needs a depth without an exit"),
         (("{run}", "--tokenizer=bytes"), r"--tokenizer = 'bytes': must be None.*Leave it out"),
     ],
 )
 def test_an_error_names_the_field_and_the_fix(arguments, message, small_run, tmp_path):
     (tmp_path / "short.txt").write_text("early")
+    (tmp_path / "long.txt").write_text("a long text " * 400)
     given = [a.format(folder=tmp_path, run=small_run) for a in arguments]
     done = ended(COMMAND, *given, f"--out={tmp_path / 'out'}", "--tokens=500")
     (line,) = [line for line in done.err.splitlines() if line.startswith("error:")]
