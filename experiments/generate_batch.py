@@ -54,9 +54,13 @@ _THRESHOLD = field_flags.define(ExitPolicy.make, ["threshold"], defaults={"thres
 _GATE = field_flags.define(ExitRules, ["gate"])
 _OPTIONS = field_flags.define(
     EngineOptions,
-    ["cap", "drafts"],
+    ["cap", "drafts", "lookup"],
     defaults={"drafts": 4},
-    helps={"drafts": "Maximum tokens that a request drafts past an undecided one"},
+    helps={
+        "drafts": "Maximum tokens that a request drafts past an undecided one",
+        "lookup": "Maximum tokens that a text drafts itself, where its last ones stood before; "
+        "with --notune",
+    },
 )
 _LENGTH = field_flags.define(
     EngineRequest, {"max_tokens": "max_new_tokens"}, defaults={"max_tokens": 128}
@@ -172,7 +176,7 @@ def parsed(number: int, text: str) -> Line:
     if lists and lists != ["threshold"]:
         return Line(number, wants, f"has a list for {lists}: each must be one number")
     drafts = wants.get("drafts")
-    if isinstance(drafts, int) and drafts > _OPTIONS["drafts"]:
+    if isinstance(drafts, int) and drafts > max(_OPTIONS["drafts"], _OPTIONS["lookup"]):
         return Line(number, wants, f"has drafts = {drafts}: must be at most --drafts")
     return Line(number, wants)
 
@@ -294,6 +298,13 @@ def engine_of(model):
         allowed = f"must be at most {MAX_STOP_TOKENS}, with those of the tokenizer"
         require(len(stop_token_ids) <= MAX_STOP_TOKENS, "stop_token_ids", stop_token_ids, allowed)
         options = "full" if _ENGINE.value == "full" else _OPTIONS()
+        require(
+            not (_TUNE.value and _OPTIONS["lookup"]),
+            "lookup",
+            _OPTIONS["lookup"],
+            "must be 0 where the engine is planned: how often texts repeat themselves is unknown",
+            "Add --notune.",
+        )
         engine = EarlyExitEngine.make(model.params, config, options, **_SIZES.values())
     return engine, stop_token_ids
 
@@ -306,7 +317,7 @@ def tuned(engine, prompts: list, stop_token_ids: list[int]):
         return engine, 0
     fit = [p for p in prompts if 0 < len(p) < engine.context]
     if not _TUNE.value or not fit:
-        return engine, _OPTIONS["drafts"]
+        return engine, engine.options.draft_rows
     launch.say("measuring and planning ...")
     found = batch_costs.tune(
         engine,

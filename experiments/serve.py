@@ -60,7 +60,7 @@ _PORT = flags.DEFINE_integer(
     upper_bound=65535,
 )
 _ENGINE = field_flags.define(ServedModel, ("slots", "context", "tokenizer", "dtype"))
-_DRAFTS = field_flags.define(ServedModel, ["drafts"])
+_DRAFTS = field_flags.define(ServedModel, ["drafts", "lookup"])
 _MESH = field_flags.define(
     MeshConfig,
     {"model": "mesh.model"},
@@ -178,10 +178,17 @@ def engines(
     if given := [*own, *_FLEET.on_command_line(), *_CONTROLLER.on_command_line()]:
         raise ConfigError(f"--{given[0]}: requires --objective.")
     mesh = _MESH() if _MESH["model"] > 1 else None
-    drafts = _DRAFTS["drafts"]
-    builds = {name: _ENGINE(source=path, drafts=drafts, mesh=mesh) for name, path in models.items()}
+    with _DRAFTS.named():
+        builds = {
+            name: _ENGINE(source=path, mesh=mesh, **_DRAFTS.values())
+            for name, path in models.items()
+        }
     defaults = {
-        name: ExitDefaults(t[0] if len(t) == 1 else t, gates.get(name, ExitDefaults().gate), drafts)
+        name: ExitDefaults(
+            t[0] if len(t) == 1 else t,
+            gates.get(name, ExitDefaults().gate),
+            builds[name].draft_rows,
+        )
         for name, t in ({n: (1.0,) for n in models} | thresholds).items()
     }
     return builds, defaults
@@ -194,7 +201,7 @@ def fleet(models: dict[str, str], thresholds: dict[str, tuple]) -> tuple[dict, d
 
     for flag, value, least in (
         ("mesh.model", _MESH["model"], 1),
-        ("drafts", _DRAFTS["drafts"], 0),
+        *((name, value, 0) for name, value in _DRAFTS.values().items()),
     ):
         if value > least:
             raise ConfigError(f"--{flag} = {value}: must be left out with --objective.")

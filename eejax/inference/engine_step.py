@@ -283,7 +283,7 @@ def _slots_to_draft(options, state: EngineState, e: int, drafts: jax.Array) -> j
     drafts: [slots] int32, maximum drafts of each slot.
     """
     policy, logits_params = state.request.policy, state.request.logits_params
-    if e > 0 or state.pending.input_token.shape[1] == 1:
+    if e > 0 or options.max_drafts == 0:
         return None
     if not options.leaves_early:
         # One pass decides all pending rows, so that no row reads the draft of the last of them.
@@ -299,7 +299,7 @@ def _run_batch(branches: SegmentBranches, options, demand, carry, prompts):
     # All unfinished requests run it in every step, or `_draft` calls this only while its slot can
     # start a row; and a conditional takes time.
     one_row = slots == 1 and state.pending.input_token.shape[1] == 1
-    always = not prompts and (branches.runner.last == 0 or one_row)
+    always = not prompts and not options.lookup and (branches.runner.last == 0 or one_row)
     if e == 0 and (always or drafts_at_once(options, slots)):
         ready = demand.ready.astype(jnp.int32)
         batch = SegmentBatch(jnp.int32(IN_PLACE), ready, None, jnp.int32(0))
@@ -308,8 +308,10 @@ def _run_batch(branches: SegmentBranches, options, demand, carry, prompts):
     batch = select_batch(jnp, state.plan, e, options.buckets, SPAN, demand, waited)
     # SKIP, IN_PLACE, PACKED and so on, as `schedule` numbers them.
     ways = [partial(branches.in_place, batch.rows)]
-    # The first segment runs one row of a slot, which needs no bucket beyond their number.
+    # Without lookups the first segment runs one row of a slot, which needs no bucket beyond their
+    # number.
     first = int(np.searchsorted(options.buckets, slots)) + 1 if slots > 1 else 0
+    first = len(options.buckets) if options.lookup else first
     for size in options.buckets if e else options.buckets[:first]:
         if slots == 1:  # at most `cap` of its rows wait, and there is no room for more
             ways.append(partial(branches.only_slot, min(size, options.cap), batch.rows))
@@ -327,14 +329,20 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     begin, end = runner.config.segments[e]
     filled, can_start = state.cache.filled, state.can_start(cap, drafts)
     before = state.position, state.progress.next_segment
+    demand, kept = segment_demand(jnp, e, state.progress, cap, can_start), None
     if e == 0:
         state = state.replace(pending=_begin_rows(state, can_start))
-    demand = segment_demand(jnp, e, state.progress, cap, can_start)
+        if options.lookup and not drafts_at_once(options, slots):
+            pending, number = lookup.with_drafts(options, state, can_start)
+            state, kept = state.replace(pending=pending), number > 0
+            demand = demand._replace(rows=1 + number)
     no_ring = jnp.zeros((slots, 0, 0))
     below = state.waiting[e - 1] if e else no_ring
     top = no_ring if state.boundary is None else state.boundary
     above = state.waiting[e] if e < n else top
-    branches = SegmentBranches(runner, state, e, below, _slots_to_draft(options, state, e, drafts))
+    wanted = _slots_to_draft(options, state, e, drafts)
+    wanted = wanted if wanted is None or kept is None else wanted & ~kept
+    branches = SegmentBranches(runner, state, e, below, wanted, kept)
     carry = state.pending, above, state.cache.segments[e], state.cache.blocks[e]
     batch, changed = _run_batch(branches, options, demand, carry, prompts)
     pending, above, kvs, block = changed

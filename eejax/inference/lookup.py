@@ -53,6 +53,33 @@ def continuation(text: jax.Array, position: jax.Array, n: int) -> tuple[jax.Arra
     return tokens, jnp.maximum(jnp.max(score, -1), 0) // text.shape[1]
 
 
+def with_drafts(
+    options: EngineOptions, state: EngineState, can_start: jax.Array
+) -> tuple[PendingRows, jax.Array]:
+    """Return the pending rows with the next ones of slots whose last tokens stood before in their
+    text, and the number of drafts [slots] that these read.
+
+    The rows read the last token and what followed before. A slot whose number is 0 has its pending
+    rows as they were.
+
+    can_start: [slots] bool, slots that can start a row.
+    """
+    most, filled = options.lookup, state.cache.filled
+    assert state.lookup_acceptance is not None, "the engine drafts from texts"
+    tokens, equal = continuation(state.prompt, state.position, most)
+    kind = jnp.maximum(equal - SHORTEST, 0)
+    acceptance = gather_each(state.lookup_acceptance, kind[:, None])[:, 0]
+    allowed = jnp.where((equal > 0) & (state.drafts_allowed > 0), state.remaining - 1, 0)
+    room = options.cap - 1 - (filled[:, 0] - filled[:, -1])
+    allowed, verify = jnp.minimum(allowed, jnp.minimum(room, most)), state.verify_cost
+    number = best_drafts(jnp, acceptance, jnp.float32(0), verify, allowed, most)
+    ends = hits_stop_token(state.request, tokens)  # no row starts from such a draft
+    number = jnp.minimum(number, jnp.where(jnp.any(ends, -1), jnp.argmax(ends, -1), most + 1))
+    ready = can_start & (filled[:, 0] <= state.position)
+    number = jnp.where(ready, number, 0)
+    return _put_drafts(state, tokens, number, equal), number
+
+
 def start_rows(
     runner: SegmentRunner,
     options: EngineOptions,
@@ -68,21 +95,12 @@ def start_rows(
       state: the state before.
       drafts: [1] int32, maximum drafts of the exit.
     """
-    size, start = options.lookup + 1, state.cache.filled[:, 0]
-    assert state.lookup_acceptance is not None, "the engine drafts from texts"
-    tokens, equal = continuation(state.prompt, state.position, options.lookup)
-    kind = jnp.maximum(equal - SHORTEST, 0)
-    acceptance = gather_each(state.lookup_acceptance, kind[:, None])[:, 0]
-    allowed = jnp.where((equal > 0) & (state.drafts_allowed > 0), state.remaining - 1, 0)
-    allowed, verify = jnp.minimum(allowed, size - 1), state.plan.verify_cost
-    number = best_drafts(jnp, acceptance, jnp.float32(0), verify, allowed, size - 1)
-    ends = hits_stop_token(state.request, tokens)  # no row starts from such a draft
-    number = jnp.minimum(number, jnp.where(jnp.any(ends, -1), jnp.argmax(ends, -1), size))
-    ready = state.can_start(options.cap, drafts) & (start <= state.position) & (number > 0)
+    size = options.lookup + 1
+    pending, number = with_drafts(options, state, state.can_start(options.cap, drafts))
 
     def run(carry):
         before, rows = replace_from(state, 0, carry), number + 1
-        cache, pending = before.cache, _with_drafts(before, tokens, number, equal)
+        cache = before.cache
         branches = SegmentBranches(runner, before, 0, jnp.zeros((1, 0, 0)), None)
         _, above, kvs, block = branches.run_rows(
             size, rows, pending, before.waiting[0], cache.segments[0], cache.blocks[0]
@@ -105,14 +123,14 @@ def start_rows(
         )
         return changed_from(after, 0)
 
-    return replace_from(state, 0, run_where(ready[0], run, changed_from(state, 0)))
+    return replace_from(state, 0, run_where(number[0] > 0, run, changed_from(state, 0)))
 
 
-def _with_drafts(
+def _put_drafts(
     state: EngineState, tokens: jax.Array, number: jax.Array, kind: jax.Array
 ) -> PendingRows:
-    """Return the only slot's pending rows with those that read the last token and `number` [1] of
-    the drafts `tokens` [1, n], of a `kind` [1]."""
+    """Return the pending rows with those that read the last token and `number` [slots] of the
+    drafts `tokens` [slots, n], of a `kind` [slots]."""
     pending, n = state.pending, tokens.shape[1]
     m = pending.input_token.shape[1]
     # By place of the ring: the order of its row.
@@ -121,13 +139,13 @@ def _with_drafts(
     drafted = order < number[:, None]
     reads = jnp.concatenate([state.token[:, None], tokens], -1)
     draft = gather_each(tokens, jnp.minimum(order, n - 1))
-    blank = PendingRows.blank(1, m, logits_params=pending.top_logprobs is not None)
+    blank = PendingRows.blank(*order.shape, logits_params=pending.top_logprobs is not None)
     own = blank.replace(
         input_token=gather_each(reads, jnp.minimum(order, n)),
         token=jnp.where(drafted, draft, blank.token),
         drafted=jnp.where(drafted, kind[:, None], 0),
     )
-    begun = order <= number[:, None]
+    begun = (order <= number[:, None]) & (number > 0)[:, None]
 
     def put(old, new):
         return jnp.where(begun.reshape(*begun.shape, *[1] * (old.ndim - 2)), new, old)

@@ -25,7 +25,7 @@ USED_BY = {
     "drafts": ("recompute", "speculative"),
     "draft_exit": ("speculative",),
     "adapt": ("speculative",),
-    "lookup": ("speculative",),
+    "lookup": ("recompute", "speculative"),
     "propagate": ("propagate",),
     "logits_params": SETTINGS,
     "can_deepen": SETTINGS,
@@ -76,9 +76,9 @@ class EngineOptions:
         accepted.
       draft_exit: boundary of the exit that drafts for "speculative", which loads no other; by
         default the lowest.
-      lookup: maximum tokens that "speculative" drafts from the text itself (`inference.lookup`),
-        where its last tokens stood before, and at most cap - 1. An engine with several slots makes
-        no such drafts.
+      lookup: maximum tokens of a request that its text drafts itself (`inference.lookup`), where
+        its last tokens stood before, and at most cap - 1. With "recompute" they are kept where the
+        exits emit the same.
       propagate: what "propagate" leaves in the layers above a token's exit. "state": keys and
         values of the state at that exit. "mask": nothing, so later tokens do not attend to it
         there.
@@ -179,26 +179,23 @@ class EngineOptions:
         """Return the options with open fields resolved for a model and a number of slots."""
         most = CHUNKS["gpu" if call.for_gpu() else "cpu"]
         chunk = min(most, config.context_length) if self.chunk is None else self.chunk
-        own = dataclasses.replace(
-            self, chunk=chunk, lookup=self.lookup if slots == 1 else 0, drafts=self.max_drafts
-        )
+        own = dataclasses.replace(self, chunk=chunk, drafts=self.max_drafts)
         if drafts_at_once(own, slots):  # a pass decides all rows, so no more of them ever wait
             own = dataclasses.replace(own, cap=min(own.cap, own.draft_rows + 1))
         return dataclasses.replace(own, buckets=own._buckets_for(slots))
 
     def _buckets_for(self, slots: int) -> tuple[int, ...]:
         if self.buckets:
-            own = {self.lookup + 1} if self.lookup and slots == 1 else set()
+            own = {self.lookup + 1} if self.lookup else set()
             return tuple(sorted({*self.buckets, max(self.buckets[-1], self.cap), *own}))
-        drafts = self.max_drafts
-        most = max(slots * min(max(drafts + 1, 2), self.cap), self.cap)
+        most = max(slots * min(max(self.draft_rows + 1, 2), self.cap), self.cap)
         # On a GPU few rows take hardly less time. On a CPU they do, and most slots may be free.
         least = max(slots // 4, 4) if slots > 1 and call.for_gpu() else 2
         powers = [1 << i for i in range((most - 1).bit_length() + 1) if 1 << i >= least]
         if slots > 1:
             return tuple(sorted({1, *(powers or [power_of_two(most)])}))
         # One row of the only slot runs in place, and no more than `most` wait.
-        own = {min(drafts + 1, most), self.lookup + 1, max(most, 2)} - {1}
+        own = {min(self.max_drafts + 1, most), self.lookup + 1, max(most, 2)} - {1}
         return tuple(sorted({*own, *(size for size in powers if size < most)}))
 
 
@@ -303,9 +300,11 @@ def draft_cost(config: ModelConfig, options: EngineOptions) -> float:
 def verify_cost(config: ModelConfig, options: EngineOptions, slots: int) -> tuple[float, float]:
     """Return `BatchPlan.verify_cost` of an engine whose number of drafts adapts.
 
-    With several slots it is (0, 0): their products have several rows without drafts, too.
+    With several slots it is (0, 0) without lookups: their products have several rows without
+    drafts, too.
     """
-    if not draft_cost(config, options) or not drafts_at_once(options, slots):
+    by_exit = drafts_at_once(options, slots) and draft_cost(config, options) > 0
+    if not by_exit and not (options.lookup and options.adapt):
         return 0.0, 0.0
     cached = "cache" if _weight_bytes(config) <= CACHE_BYTES else "cpu"
     return VERIFY_COSTS["gpu" if call.for_gpu() else cached]

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from eejax.common.indexing import gather, ring_index
-from eejax.common.trees import Tree
+from eejax.common.trees import Tree, where_rows
 from eejax.gates.confidence import Memory
 from eejax.inference.logits_params import process_logits
 from eejax.inference.policy import Emission
@@ -90,11 +90,11 @@ class ExitRows(NamedTuple):
         return jax.tree.map(read, tree)
 
 
-def run_gates(runner, state, e, rows: ExitRows, allowed, drafts=None) -> PendingRows:
+def run_gates(runner, state, e, rows: ExitRows, allowed, drafts=None, kept=None) -> PendingRows:
     """Run exit e for rows, and return the pending rows that follow.
 
     Only rows that are `allowed` [r] and undecided change. Those of slots `drafts` [slots] bool get
-    a draft if no gate fires.
+    a draft if no gate fires; those of slots `kept` [slots] bool have one from the text.
     """
     pending, request = state.pending, rows.take_slots(state.request)
     logits_params, process = request.logits_params, None
@@ -102,6 +102,8 @@ def run_gates(runner, state, e, rows: ExitRows, allowed, drafts=None) -> Pending
         none = PendingRows.blank(len(rows.x), logits_params=logits_params is not None)
         input_token = rows.take_places(pending.input_token)
         own = varying(none, runner.weights.axes.data).replace(input_token=input_token)
+        if kept is not None:
+            own = where_rows(rows.take_slots(kept), rows.take_places(pending), own)
     else:
         own = rows.take_places(pending)
     if logits_params is not None:
@@ -162,7 +164,9 @@ def _replace_rows(pending: PendingRows, own: PendingRows, rows: ExitRows, allowe
     return jax.tree.map(put, pending, own)
 
 
-def run_gates_flat(runner, state, e, packed, allowed, states, drafts=None) -> PendingRows:
+def run_gates_flat(
+    runner, state, e, packed, allowed, states, drafts=None, kept=None
+) -> PendingRows:
     """Run `run_gates` for flat rows that are pending, of slots `allowed` [slots] (None: all).
 
     states: x, h and before of `ExitRows`, each [t, 1, d].
@@ -178,7 +182,7 @@ def run_gates_flat(runner, state, e, packed, allowed, states, drafts=None) -> Pe
     rows = ExitRows(
         gather(slot, i), gather(packed.position, i), *(gather(a[:, 0], i) for a in states)
     )
-    return run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0], drafts)
+    return run_gates(runner, state, e, rows, jnp.arange(len(i)) < counts[0], drafts, kept)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,6 +198,8 @@ class SegmentBranches:
       e: number of the segment.
       below: [slots, cap, d], states that wait below; without positions below the first segment.
       drafts: [slots] bool, slots whose rows get a draft from this segment's exit; None for none.
+      kept: [slots] bool, slots whose pending rows have a token already, a draft from the text; None
+        for none. Only the first segment begins rows without one.
     """
 
     runner: SegmentRunner
@@ -201,6 +207,7 @@ class SegmentBranches:
     e: int
     below: jax.Array
     drafts: jax.Array | None
+    kept: jax.Array | None = None
 
     def in_place(self, count, pending, above, kvs, block):
         """Run one row of every slot, of which those with a `count` [slots] above 0 are real."""
@@ -215,7 +222,7 @@ class SegmentBranches:
         above = write_ring(above, jnp.where(count > 0, slot, len(slot)), start, x)
         rows = ExitRows(None, start, x[:, 0], h[:, 0], before[:, 0])
         state = state.replace(pending=pending)
-        pending = run_gates(self.runner, state, e, rows, count > 0, self.drafts)
+        pending = run_gates(self.runner, state, e, rows, count > 0, self.drafts, self.kept)
         return pending, above, kvs, block
 
     def only_slot(self, size, count, pending, above, kvs, block):
@@ -228,7 +235,7 @@ class SegmentBranches:
         real, i = i < count, jnp.minimum(i, size - 1)
         rows = jax.tree.map(lambda a: gather(a, i), rows)
         state = state.replace(pending=pending)
-        pending = run_gates(self.runner, state, self.e, rows, real, self.drafts)
+        pending = run_gates(self.runner, state, self.e, rows, real, self.drafts, self.kept)
         return pending, above, kvs, block
 
     def run_rows(self, size, count, pending, above, kvs, block):
@@ -248,7 +255,8 @@ class SegmentBranches:
     def packed(self, size, batch: SegmentBatch, pending, above, kvs, block):
         """Run the rows of a batch as `size` flat ones."""
         state, e = self.state, self.e
-        max_rows = min(size, state.waiting[0].shape[1] if state.waiting else 1)
+        most = state.waiting[0].shape[1] if state.waiting else pending.input_token.shape[1]
+        max_rows = min(size, most)
         width = min(SPAN, size)  # attention computes all rows of a span, real or not
         flat = flatten(batch.rows, batch.order, state.cache.filled[:, e], size, width, max_rows)
         slot = jnp.minimum(flat.slot, len(state.token) - 1)
@@ -262,7 +270,8 @@ class SegmentBranches:
         x, h, kvs, block = self.runner.run_packed(e, x, flat, kvs, block)
         above = write_ring(above, flat.slot, flat.position, x)
         state = state.replace(pending=pending)
-        pending = run_gates_flat(self.runner, state, e, flat, None, (x, h, before), self.drafts)
+        states = x, h, before
+        pending = run_gates_flat(self.runner, state, e, flat, None, states, self.drafts, self.kept)
         return pending, above, kvs, block
 
 

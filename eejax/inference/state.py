@@ -316,9 +316,23 @@ class EngineState(struct.PyTreeNode):
         """[slots] int32, maximum drafts of each request now; 0 where drafting is paused."""
         drafts, m = self.drafts_allowed, self.pending.input_token.shape[1]
         if m > 1:
-            cost, verify = self.plan.draft_cost, self.plan.verify_cost
+            cost = self.plan.draft_cost
+            verify = jnp.where(cost > 0, self.verify_cost, 0)
             drafts = best_drafts(jnp, self.acceptance, cost, verify, drafts, m - 1)
         return drafts
+
+    @property
+    def verify_cost(self) -> jax.Array:
+        """[2] float32, `BatchPlan.verify_cost` as a share of what each request's step takes.
+
+        Of several requests each takes its part of a step, of which a row more is a larger share.
+        """
+        cost = self.plan.verify_cost
+        if self.lookup_acceptance is None or len(self.token) == 1:
+            return cost
+        n = jnp.sum(self.decodes.astype(jnp.float32))
+        share = n * cost[1] / (1 + cost[0] + cost[1] * (n - 2))
+        return jnp.where(n > 1, share, cost)
 
     @property
     def drafts_allowed(self) -> jax.Array:

@@ -46,7 +46,7 @@ class ExitDefaults(NamedTuple):
     Attributes:
       thresholds: one number, or one for each early exit.
       gate: name of the gate.
-      drafts: maximum tokens of a request that are drafted past an undecided one.
+      drafts: maximum tokens of a request that an exit or its text drafts.
     """
 
     thresholds: float | tuple[float, ...] = 1.0

@@ -24,7 +24,8 @@ class ServedModel:
       dtype: dtype in which a pretrained model computes, float32 by default.
       slots: requests that a model works on at a time.
       context: maximum tokens of a request, by default the model's.
-      drafts: maximum tokens of a request that are drafted past an undecided one.
+      drafts: maximum tokens of a request that an exit drafts past an undecided one.
+      lookup: maximum tokens of a request that its text drafts itself; as in `EngineOptions`.
       chunk: as in `EngineOptions`.
       mesh: devices over which the model is sharded.
     """
@@ -35,19 +36,26 @@ class ServedModel:
     slots: int = 16
     context: int | None = None
     drafts: int = 0
+    lookup: int = 0
     chunk: int | None = None
     mesh: MeshConfig | None = None
 
     def __post_init__(self):
         require(bool(self.source), "source", self.source, "must name a model")
         require_count("drafts", self.drafts, minimum=0)
+        require_count("lookup", self.lookup, minimum=0)
         require_room(self.slots, self.context)
+
+    @property
+    def draft_rows(self) -> int:
+        """Maximum drafts of a request, by an exit or from its text."""
+        return max(self.drafts, self.lookup)
 
     def __call__(self) -> BuiltEngine:
         mesh = None if self.mesh is None else make_mesh(self.mesh)
         opened = load(self.source, tokenizer=self.tokenizer, dtype=self.dtype, mesh=mesh)
         config = opened.config
-        options = batch_options(config, self.chunk, self.drafts)
+        options = batch_options(config, self.chunk, self.drafts, self.lookup)
         engine = EarlyExitEngine.make(
             opened.params, config, options, slots=self.slots, context=self.context, mesh=mesh
         )
@@ -64,13 +72,16 @@ def require_room(slots: int, context: int | None) -> None:
         require_count("context", context, minimum=2)
 
 
-def batch_options(config: ModelConfig, chunk: int | None, drafts: int = 0) -> EngineOptions:
+def batch_options(
+    config: ModelConfig, chunk: int | None, drafts: int = 0, lookup: int = 0
+) -> EngineOptions:
     """Return engine options for all requests to a server, as far as the model has room."""
     most = config.context_length
     chunk = None if chunk is None else min(chunk, most)
     return EngineOptions(
         drafts=min(drafts, most) if config.n_exits else 0,
+        lookup=min(lookup, most - 1),
         chunk=chunk,
-        cap=min(EngineOptions.cap, most),
+        cap=min(max(EngineOptions.cap, lookup + 1), most),
         logits_params=True,
     )

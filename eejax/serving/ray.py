@@ -218,7 +218,7 @@ def build(args: dict[str, Any]) -> serve.Application:
         name: ExitDefaults(
             options.thresholds.get(name, 1.0),
             options.gate.get(name, ExitDefaults().gate),
-            model.drafts,
+            model.draft_rows,
         )
         for name, model in options.models.items()
     }

@@ -157,7 +157,10 @@ def test_a_folder_without_exits_gets_some_and_needs_a_tokenizer(tmp_path):
         (("{run}", "--text={folder}/none.txt"), r"none\.txt does not exist: check the path"),
         (("{run}", "--text={folder}/short.txt"), r"--text: has 1 windows .* at least 2"),
         (("{run}", "--every=3"), r"--every = 3: must leave a boundary in 1\.\.2"),
-        (("{run}", "--text={folder}/long.txt", "--tune={folder}/long.txt"), r"--tune = .*other text"),
+        (
+            ("{run}", "--text={folder}/long.txt", "--tune={folder}/long.txt"),
+            r"--tune = .*other text",
+        ),
         (("{run}", "--tune={folder}/long.txt"), r"--tune = .*: needs a depth without an exit"),
         (("{run}", "--tokenizer=bytes"), r"--tokenizer = 'bytes': must be None.*Leave it out"),
     ],

@@ -169,7 +169,7 @@ def run_drawn(p, config, prompts, options, slots, seed):
     rng = np.random.default_rng(seed)
     engine = EarlyExitEngine.make(p, config, options, slots=slots, context=CONTEXT)
     engine = dataclasses.replace(engine, plan=plan_of(draw, engine))
-    asked = drawn(draw, prompts, config, 7, options.max_drafts)
+    asked = drawn(draw, prompts, config, 7, options.draft_rows)
     drive(engine, asked, 1 + draw(5), draw)
     compared, all_of = check(oracle_of(p, config), asked)
     assert compared >= all_of / 2
@@ -179,6 +179,7 @@ GEOMETRY = dict(
     layout=st.sets(st.integers(0, 5), min_size=1, max_size=3).map(sorted).map(tuple),
     cap=st.integers(1, 9),
     drafts=st.integers(0, 4),
+    lookup=st.integers(0, 6),
     slots=st.integers(1, 5),
     chunk=st.sampled_from([1, 7, 40]),
     buckets=st.sampled_from([(), (9,), (3, 12)]),
@@ -190,6 +191,12 @@ GEOMETRY = dict(
 @given(seed=st.integers(0, 2**31))
 def test_batched_equals_posthoc(model, prompts, seed):
     run_drawn(*model, prompts, SMALL, SLOTS, seed)
+
+
+@settings(max_examples=3)
+@given(seed=st.integers(0, 2**31))
+def test_drafts_of_texts_change_none(model, prompts, seed):
+    run_drawn(*model, prompts, dataclasses.replace(SMALL, lookup=3), SLOTS, seed)
 
 
 @pytest.mark.parametrize(
@@ -242,9 +249,11 @@ def run_to_the_end(engine, asked, p, config) -> None:
 @settings(max_examples=16)
 @given(**GEOMETRY)
 def test_batched_equals_posthoc_widely(
-    subset, prompts, layout, cap, drafts, slots, chunk, buckets, seed
+    subset, prompts, layout, cap, drafts, lookup, slots, chunk, buckets, seed
 ):
-    options = EngineOptions(cap=cap, drafts=drafts, chunk=chunk, buckets=buckets)
+    options = EngineOptions(
+        cap=cap, drafts=drafts, lookup=min(lookup, cap - 1), chunk=chunk, buckets=buckets
+    )
     run_drawn(*subset(layout), prompts, options, slots, seed)
     jax.clear_caches()
 

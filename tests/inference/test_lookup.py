@@ -122,8 +122,6 @@ def test_a_text_drafts_alone_for_one_request(model):
     full = Generator.make(model, CONFIG, "full").generate([PROMPT], 50)
     np.testing.assert_array_equal(text.tokens, full.tokens)
     assert text.accepted.any()
-    several = generator(model, **own).generate([PROMPT, PROMPT[:9]], 12)
-    assert not several.drafted.any()
     with pytest.raises(ConfigError, match="^drafts = 0: "):
         generator(model, drafts=0)
 
@@ -178,12 +176,78 @@ def test_stops_and_limits_end_a_text_within_a_draft(model):
     assert g.generate([PROMPT], 90).lengths.tolist() == [room]
 
 
-def test_several_requests_look_up_nothing(model):
-    options = generator(model, **DRAFTING).options
-    assert options.resolved(CONFIG, 2).lookup == 0 and options.resolved(CONFIG, 1).lookup == 5
-    both = generator(model, **DRAFTING).generate([PROMPT, PROMPT[:9]], 12)
-    full = Generator.make(model, CONFIG, "full").generate([PROMPT, PROMPT[:9]], 12)
-    np.testing.assert_array_equal(both.tokens, full.tokens)
+@pytest.mark.parametrize("exit_drafts", [2, 0])
+def test_several_requests_look_up_each_in_its_own_text(model, exit_drafts):
+    prompts, own = [PROMPT, PROMPT[:9], PROMPT[5:30]], USUAL | dict(drafts=exit_drafts)
+    got = generator(model, adapt=False, **own).generate(prompts, 40, temperature=[0, 0, 0.8])
+    full = Generator.make(model, CONFIG, "full").generate(prompts, 40, temperature=[0, 0, 0.8])
+    np.testing.assert_array_equal(full.tokens, got.tokens)
+    np.testing.assert_allclose(full.logprobs, got.logprobs, atol=1e-4)
+    assert got.accepted[:2].sum(1).all() and (got.accepted <= got.drafted).all()
+
+
+@pytest.mark.parametrize("prompts", [[PROMPT], [PROMPT, PROMPT[:9], PROMPT[5:30]]])
+@pytest.mark.parametrize("threshold", [0.3, 0.6, 1.0])
+def test_early_exits_verify_drafts_of_the_text(model, prompts, threshold):
+    """Tokens, exits and log-probabilities are those of every layer run for each."""
+    rules = dict(threshold=threshold, exits=[1, 2], gate="margin")
+    expected = Generator.make(model, CONFIG, "posthoc").generate(prompts, 40, **rules)
+    for more in (dict(), dict(drafts=2)):
+        options = EngineOptions(cap=8, lookup=5, **more)
+        got = Generator.make(model, CONFIG, options).generate(prompts, 40, **rules)
+        np.testing.assert_array_equal(expected.tokens, got.tokens)
+        np.testing.assert_array_equal(expected.exits, got.exits)
+        np.testing.assert_allclose(expected.logprobs, got.logprobs, atol=1e-4)
+        assert got.accepted.any() and (got.accepted <= got.drafted).all()
+    alone = Generator.make(model, CONFIG, EngineOptions(cap=8)).generate(prompts, 40, **rules)
+    assert not alone.drafted.any()
+
+
+def test_a_model_without_exits_drafts_from_its_text_too(model):
+    bare, config = {**model, "exits": {}}, CONFIG.replace(exits=())
+    full = Generator.make(bare, config, "full").generate([PROMPT], 40)
+    for prompts in ([PROMPT], [PROMPT, PROMPT[:9]]):
+        text = Generator.make(bare, config, EngineOptions(lookup=5)).generate(prompts, 40)
+        np.testing.assert_array_equal(full.tokens[0], text.tokens[0])
+        assert text.accepted[0].any() and (text.layers[0] == 0).any()
+
+
+def test_texts_of_several_slots_take_fewer_passes(model):
+    """While requests join and leave, end within drafts, and have a count of tokens of their own."""
+    asked = [(PROMPT, 25), (PROMPT[:9], 40), (PROMPT[3:30], 7), (PROMPT[8:], 30), (PROMPT[:2], 33)]
+    full, passes = Generator.make(model, CONFIG, "full"), {}
+    expected = [full.generate([prompt], n).ids(0) for prompt, n in asked]
+    ends = [expected[1][-4]]  # also of other requests
+    for n in (0, 5):
+        own = USUAL | dict(lookup=n, adapt=False)
+        engine = EarlyExitEngine.make(model, CONFIG, EngineOptions("speculative", **own), slots=3)
+        scheduler = Scheduler(engine)
+        numbers = [
+            add(scheduler, prompt, limit, stop_token_ids=ends * (i == 1))
+            for i, (prompt, limit) in enumerate(asked)
+        ]
+        outputs = scheduler.run()
+        passes[n] = int(scheduler.state.work.runs[-1].sum())
+        for i, number in enumerate(numbers):
+            tokens = [t.id for o in outputs if o.request_id == number for t in o.tokens]
+            whole = expected[i]
+            end = whole.index(ends[0]) if i == 1 else len(whole)
+            assert tokens in (whole[:end], whole[: end + 1])
+    assert passes[5] < passes[0]
+
+
+def test_a_row_costs_a_request_more_where_others_share_the_step(model):
+    options = EngineOptions("speculative", **USUAL)
+    engine = EarlyExitEngine.make(model, CONFIG, options, slots=4)
+    state = engine.start()
+    first, more = map(float, state.plan.verify_cost)
+    assert first > 0 and more > 0
+    for live in range(5):
+        remaining = jnp.where(jnp.arange(4) < live, 9, 0)
+        cost = state.replace(remaining=remaining).verify_cost
+        rows = lambda r: 1.0 if r < 2 else 1 + first + more * (r - 2)  # noqa: E731
+        one = (rows(live + 1) - rows(live)) / (rows(live) / live) if live > 1 else first
+        np.testing.assert_allclose(cost, [one, one if live > 1 else more], rtol=1e-5)
 
 
 def test_an_engine_of_one_slot_serves_them_one_after_another(model):
