@@ -183,7 +183,7 @@ def peer(params):
             max_position_embeddings=LENGTH,
             tie_word_embeddings=True,
             rms_norm_eps=1e-5,
-            rope_theta=10000.0,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         )
     ).train()
 

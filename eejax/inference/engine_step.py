@@ -13,9 +13,10 @@ Tokens that left early wait at their boundary, and the next token that goes deep
 is undecided, the first exit may draft the tokens after it, and one pass of the layers above
 verifies them, with the same keys, values and states (LayerSkip; Elhoushi et al. 2024, section 4.3).
 A step makes one draft for each slot; a single slot may make all drafts of a pass
-(`drafts_at_once`). A draft is kept if it is the token that its emitting exit draws, greedy or
-sampled, so drafts change no text. Keys and values of wrong drafts lie beyond `filled` and are
-overwritten before any token attends to them.
+(`drafts_at_once`), and a text makes several at once where it repeats itself (`lookup`). A draft is
+kept if it is the token that its emitting exit draws, greedy or sampled, so drafts change no text.
+Keys and values of wrong drafts lie beyond `filled` and are overwritten before any token attends to
+them.
 
 Every request gets the tokens and exits that `posthoc` gives it alone.
 """

@@ -275,6 +275,15 @@ def test_a_mesh_looks_up_too(model):
     assert (two.layers > 0).sum() < (alone.generate([PROMPT], 30).layers > 0).sum()
 
 
+def test_each_data_shard_searches_its_own_texts(model):
+    prompts, own = [PROMPT, PROMPT[:9]], dict(cap=8, lookup=5)
+    one = Generator.make(model, CONFIG, EngineOptions(**own)).generate(prompts, 30)
+    two = Generator.make(model, CONFIG, EngineOptions(**own), MeshConfig(data=2))
+    got = two.generate(prompts, 30)
+    np.testing.assert_array_equal(one.tokens, got.tokens)
+    assert got.accepted.any(1).all()
+
+
 def test_bad_numbers_are_named():
     for wrong in (-1, True, 0.5):
         with pytest.raises(ConfigError, match="^lookup = "):
