@@ -46,7 +46,7 @@ def calls(monkeypatch):
         monkeypatch.setattr(measurements, name, counting)
 
     counted("measure")
-    counted("written")
+    counted("generate_answers")
     # What else may have to be compiled is not looked at here.
     monkeypatch.setattr(build, "warm_up", lambda *args, **more: None)
     return found
@@ -85,7 +85,12 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
         return made, [record.getMessage() for record in caplog.records if record.name == LOG]
 
     fleet, said = started("accuracy")
-    assert calls == [("measure", 2), ("written", 2), ("measure", 3), ("written", 3)]
+    assert calls == [
+        ("measure", 2),
+        ("generate_answers", 2),
+        ("measure", 3),
+        ("generate_answers", 3),
+    ]
     assert sum("as it was not measured before" in line for line in said) == 2
     small, large = (float(re.search(r"quality ([0-9.]+) \(best\)", s)[1]) for s in said[-2:])
     assert 0.01 < small < 0.9 and large == 1.0
@@ -131,7 +136,7 @@ def test_a_restart_measures_nothing_again(tmp_path, calls, caplog):
 
     members["small"] = dataclasses.replace(members["small"], rules=dict(threshold=0.3))
     fleet, said = started("throughput")
-    assert calls == [("measure", 2), ("written", 2)]
+    assert calls == [("measure", 2), ("generate_answers", 2)]
     again = "small, model 1 of 1: measuring it at 2 depths"
     assert any(again in s and "a change of rules" in s for s in said)
     fleet.controller.repository.close()

@@ -88,13 +88,11 @@ def test_drafts_of_recompute_are_measured(subset, prompts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("adapt", [True, False])
-@pytest.mark.parametrize("drafts, on", [(0.5, True), (2.0, False)])
-def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on, adapt):
-    """The last exit drafts nearly always what the final one says, so that two steps that draft and
-    one that verifies write three tokens; a clock says what such a step takes."""
+@pytest.mark.parametrize("drafts, on", [(0.5, True), (4.0, False)])
+def test_drafts_are_made_where_they_pay(subset, prompts, drafts, on):
+    """A step with two drafts writes at most three tokens; a clock says what it takes."""
     p, config = subset((1, 4))
-    options = EngineOptions("speculative", drafts=2, draft_exit=4, adapt=adapt)
+    options = EngineOptions("speculative", drafts=2, draft_exit=4, adapt=False)
     clock = Clock(drafts)
     auto = AutoGenerator(Generator.make(p, config, options), Told(pairs=2, calls=100), clock)
     clock.auto = auto

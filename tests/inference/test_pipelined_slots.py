@@ -62,7 +62,7 @@ def test_a_slot_that_is_freed_in_the_middle_leaves_nothing_behind(subset, prompt
     request while the stages behind still work on its old one's tokens."""
     engine = engine_of(subset, mesh, layers=layers)
     oracle = Generator.make(*subset((1, 3)), "posthoc")
-    asked, threshold, slots = prompts(7, [6, 11, 9, 12]), [0.25, 0.4], (3, 0, 1)
+    asked, threshold, slots = prompts(7, [6, 11, 9, 12]), [0.1, 0.2], (3, 0, 1)
     *together, another = asked
     rows, first = engine.prefill(together, ask(engine, together, 60, threshold))
     state = engine.insert(engine.start(), rows, slots)
