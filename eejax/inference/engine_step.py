@@ -334,9 +334,9 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     if e == 0:
         state = state.replace(pending=_begin_rows(state, can_start))
         if options.lookup and not drafts_at_once(options, slots):
-            pending, number = lookup.with_drafts(options, state, can_start)
-            state, kept = state.replace(pending=pending), number > 0
-            demand = demand._replace(rows=1 + number)
+            found = lookup.find_drafts(options, state, can_start)
+            state = state.replace(pending=lookup.begin_rows(state, found))
+            demand, kept = demand._replace(rows=1 + found.number), found.number > 0
     no_ring = jnp.zeros((slots, 0, 0))
     below = state.waiting[e - 1] if e else no_ring
     top = no_ring if state.boundary is None else state.boundary

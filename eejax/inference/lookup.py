@@ -7,6 +7,8 @@ and no layer of its own.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -53,16 +55,25 @@ def continuation(text: jax.Array, position: jax.Array, n: int) -> tuple[jax.Arra
     return tokens, jnp.maximum(jnp.max(score, -1), 0) // text.shape[1]
 
 
-def with_drafts(
-    options: EngineOptions, state: EngineState, can_start: jax.Array
-) -> tuple[PendingRows, jax.Array]:
-    """Return the pending rows with the next ones of slots whose last tokens stood before in their
-    text, and the number of drafts [slots] that these read.
+class FoundDrafts(NamedTuple):
+    """Drafts of every slot's text.
 
-    The rows read the last token and what followed before. A slot whose number is 0 has its pending
-    rows as they were.
+    Attributes:
+      tokens: [slots, n] int32.
+      number: [slots] int32, how many of them are to be verified.
+      kind: [slots] int32, one of `TEXT_DRAFTS` where there are some.
+    """
 
-    can_start: [slots] bool, slots that can start a row.
+    tokens: jax.Array
+    number: jax.Array
+    kind: jax.Array
+
+
+def find_drafts(options: EngineOptions, state: EngineState, can_start: jax.Array) -> FoundDrafts:
+    """Find what followed each slot's last tokens where they stood before in its text.
+
+    can_start: [slots] bool, slots that can start a row. Others, and those with pending rows, get no
+    drafts.
     """
     most, filled = options.lookup, state.cache.filled
     assert state.lookup_acceptance is not None, "the engine drafts from texts"
@@ -76,8 +87,7 @@ def with_drafts(
     ends = hits_stop_token(state.request, tokens)  # no row starts from such a draft
     number = jnp.minimum(number, jnp.where(jnp.any(ends, -1), jnp.argmax(ends, -1), most + 1))
     ready = can_start & (filled[:, 0] <= state.position)
-    number = jnp.where(ready, number, 0)
-    return _put_drafts(state, tokens, number, equal), number
+    return FoundDrafts(tokens, jnp.where(ready, number, 0), equal)
 
 
 def start_rows(
@@ -96,11 +106,11 @@ def start_rows(
       drafts: [1] int32, maximum drafts of the exit.
     """
     size = options.lookup + 1
-    pending, number = with_drafts(options, state, state.can_start(options.cap, drafts))
+    found = find_drafts(options, state, state.can_start(options.cap, drafts))
 
     def run(carry):
-        before, rows = replace_from(state, 0, carry), number + 1
-        cache = before.cache
+        before, rows = replace_from(state, 0, carry), found.number + 1
+        cache, pending = before.cache, begin_rows(before, found)
         branches = SegmentBranches(runner, before, 0, jnp.zeros((1, 0, 0)), None)
         _, above, kvs, block = branches.run_rows(
             size, rows, pending, before.waiting[0], cache.segments[0], cache.blocks[0]
@@ -123,15 +133,15 @@ def start_rows(
         )
         return changed_from(after, 0)
 
-    return replace_from(state, 0, run_where(number[0] > 0, run, changed_from(state, 0)))
+    return replace_from(state, 0, run_where(found.number[0] > 0, run, changed_from(state, 0)))
 
 
-def _put_drafts(
-    state: EngineState, tokens: jax.Array, number: jax.Array, kind: jax.Array
-) -> PendingRows:
-    """Return the pending rows with those that read the last token and `number` [slots] of the
-    drafts `tokens` [slots, n], of a `kind` [slots]."""
-    pending, n = state.pending, tokens.shape[1]
+def begin_rows(state: EngineState, found: FoundDrafts) -> PendingRows:
+    """Return the pending rows with the next ones of slots that have drafts.
+
+    These rows read the last token and the drafts.
+    """
+    (tokens, number, kind), pending, n = found, state.pending, found.tokens.shape[1]
     m = pending.input_token.shape[1]
     # By place of the ring: the order of its row.
     place = jnp.arange(m, dtype=jnp.int32)[None]

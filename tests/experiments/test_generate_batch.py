@@ -62,12 +62,20 @@ def batch(workdir, capsys, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("engine", ["recompute", "full"])
-def test_every_line_gets_its_own_text(batch, workdir, engine):
+@pytest.mark.parametrize(
+    "engine, given",
+    [
+        ("recompute", ()),
+        ("full", ()),
+        pytest.param("recompute", ("--lookup=3", "--cap=4"), marks=pytest.mark.slow),
+    ],
+)
+def test_every_line_gets_its_own_text(batch, workdir, engine, given):
     model = open_run(workdir).model
     lines = ["exit layer", "token early ", json.dumps({"prompt": "gate", "threshold": 1}), "", "x"]
     asked = {1: 0.5, 2: 0.5, 3: 1.0, 5: 0.5}
-    told, _, err, status = batch(lines, f"--engine={engine}", "--threshold=0.5", "--notune")
+    flags = f"--engine={engine}", "--threshold=0.5", "--notune"
+    told, _, err, status = batch(lines, *flags, *given)
     assert set(told) == set(asked) and status == 0 and "4 texts" in err
     oracle = Generator.make(model.params, model.config, "full" if engine == "full" else "posthoc")
     for line, threshold in asked.items():
@@ -140,6 +148,8 @@ def test_bad_lines_are_told_and_the_others_run(batch):
         (("--drafts=1000000000",), b"a", "--drafts"),
         (("--context=9999",), b"a", "--context"),
         (("--cap=9999",), b"a", "--cap"),
+        (("--lookup=2", "--notune"), b"a", r"--lookup = 2: must be below cap \(1\)"),
+        (("--lookup=2", "--cap=4"), b"a", "--lookup = 2: must be 0 .* Add --notune"),
         (("--gate=nope",), b"a", "--gate"),
         (("--threshold=nan",), b"a", "--threshold"),
         (("--stop_token=999",), b"a", "--stop_token"),

@@ -350,6 +350,8 @@ def test_the_launcher_serves_runs_as_one(small_run, tmp_path):
         (["--objective=goodput"], "objective = 'goodput': needs limits of ttft_p99 and accuracy"),
         (["--objective=energy", "--limits=speed=1"], "limits = 'speed': must be of throughput"),
         (["--objective=energy", "--drafts=2"], "--drafts = 2: must be left out with --objective"),
+        (["--objective=energy", "--lookup=2"], "--lookup = 2: must be left out with --objective"),
+        (["--lookup=-1"], "--lookup = -1: must be"),
         (["--objective=energy", "--budget=much"], "--budget = 'much': must be a number of bytes"),
         (
             ["--objective=energy", "--limits=accuracy=2"],

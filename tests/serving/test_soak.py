@@ -228,12 +228,12 @@ async def soak(process, address, wants, clients: int, seconds: float) -> tuple[T
     return tally, memory
 
 
-def check(workdir, clients: int, seconds: float) -> tuple[Tally, list[int]]:
+def check(workdir, clients: int, seconds: float, *more: str) -> tuple[Tally, list[int]]:
     if not pathlib.Path("/proc/self/statm").exists():
         pytest.skip("reads /proc, which is Linux's")
     wants = wanted(workdir)
     flags = (f"--model=m={workdir}", f"--slots={SLOTS}", f"--waiting={WAITING}", "--steps=2")
-    with server(*flags) as (process, address):
+    with server(*flags, *more) as (process, address):
         tally, memory = asyncio.run(soak(process, address, wants, clients, seconds))
     print(dict(tally.counts), [m // 2**20 for m in memory[::6]], file=sys.stderr)
     assert not tally.mixed, tally.mixed[:3]
@@ -244,7 +244,7 @@ def check(workdir, clients: int, seconds: float) -> tuple[Tally, list[int]]:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_many_clients_for_five_minutes(small_run):
-    tally, memory = check(small_run, 64, 300)
+    tally, memory = check(small_run, 64, 300, "--lookup=5")
     assert tally.counts["full"] and tally.counts["most waiting"] <= WAITING + SLOTS
     # Flat: what the last third needs is no more than what the second did.
     third = len(memory) // 3
