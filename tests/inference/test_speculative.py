@@ -221,9 +221,10 @@ def test_drafting_ends_where_it_does_not_pay(subset, prompts):
         g = Generator.make(model, config, options)
         r = g.generate(asked, limit)
         assert r.ids(0) == Generator.make(model, config, "full").generate(asked, limit).ids(0)
-        if not pays:  # the first steps try, and few after them
-            assert (r.drafted[:, :40].sum(1) > 0).all()
-            assert r.drafted[:, 40:].sum() < 0.05 * 80 * len(asked)
+        if not pays:  # the first steps try, and few after them, unless by chance they are right
+            wrong = r.drafted - r.accepted
+            assert (wrong[:, :40].sum(1) > 0).all()
+            assert wrong[:, 40:].sum() < 0.05 * 80 * len(asked)
             assert r.layers.sum(1).max() < 1.25 * config.n_layers * limit
 
 
