@@ -330,13 +330,13 @@ def _advance_segment(runner, options, state, e, drafts, prompts) -> EngineState:
     begin, end = runner.config.segments[e]
     filled, can_start = state.cache.filled, state.can_start(cap, drafts)
     before = state.position, state.progress.next_segment
-    demand, kept = segment_demand(jnp, e, state.progress, cap, can_start), None
     if e == 0:
         state = state.replace(pending=_begin_rows(state, can_start))
-        if options.lookup and not drafts_at_once(options, slots):
-            found = lookup.find_drafts(options, state, can_start)
-            state = state.replace(pending=lookup.begin_rows(state, found))
-            demand, kept = demand._replace(rows=1 + found.number), found.number > 0
+    demand, kept = segment_demand(jnp, e, state.progress, cap, can_start), None
+    if e == 0 and options.lookup and not drafts_at_once(options, slots):
+        found = lookup.find_drafts(options, state, can_start)
+        state = state.replace(pending=lookup.begin_rows(state, found))
+        demand, kept = demand._replace(rows=1 + found.number), found.number > 0
     no_ring = jnp.zeros((slots, 0, 0))
     below = state.waiting[e - 1] if e else no_ring
     top = no_ring if state.boundary is None else state.boundary

@@ -316,8 +316,9 @@ class EngineState(struct.PyTreeNode):
         """[slots] int32, maximum drafts of each request now; 0 where drafting is paused."""
         drafts, m = self.drafts_allowed, self.pending.input_token.shape[1]
         if m > 1:
-            cost = self.plan.draft_cost
-            verify = jnp.where(cost > 0, self.verify_cost, 0)
+            cost, verify = self.plan.draft_cost, self.verify_cost
+            if self.lookup_acceptance is not None:  # its costs are those of the text's drafts too
+                verify = jnp.where(cost > 0, verify, 0)
             drafts = best_drafts(jnp, self.acceptance, cost, verify, drafts, m - 1)
         return drafts
 
