@@ -9,13 +9,14 @@ runs as many layers and steps as its own requests need.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import PIPE, Axes
@@ -25,7 +26,7 @@ from eejax.inference.options import PIPELINED
 from eejax.inference.state import EngineState
 from eejax.inference.weights import Weights, prepare, unlayered_params
 from eejax.models import exits, fusion
-from eejax.models.cache import KVCache
+from eejax.models.cache import KVCache, varying
 from eejax.models.config import ModelConfig
 from eejax.models.params import abstract, layer, map_params
 from eejax.sharding import rules
@@ -47,8 +48,41 @@ def without_stages(mesh: MeshConfig | Mesh, engine: str) -> Mesh:
 
 
 def shard(f: Callable, mesh: Mesh, in_specs: tuple, out_specs) -> Callable:
-    """Return a function that runs `f` on every device's share of its arguments."""
-    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    """Return a function that runs `f` on every device's share of its arguments.
+
+    Arrays without elements are made on the devices: XLA of jax 0.11 crashes where one is passed.
+    """
+
+    def run(*args):
+        leaves, tree = jax.tree.flatten(args)
+        specs = jax.tree.leaves(
+            jax.tree.broadcast(in_specs, args, is_leaf=_is_spec), is_leaf=_is_spec
+        )
+        full = [a.size > 0 for a in leaves]
+
+        def local(given):
+            rest = iter(given)
+            own = [
+                next(rest) if passed else _empty(a, spec, mesh)
+                for a, spec, passed in zip(leaves, specs, full, strict=True)
+            ]
+            return f(*jax.tree.unflatten(tree, own))
+
+        own_specs = list(itertools.compress(specs, full))
+        mapped = jax.shard_map(local, mesh=mesh, in_specs=(own_specs,), out_specs=out_specs)
+        return mapped(list(itertools.compress(leaves, full)))
+
+    return run
+
+
+def _is_spec(spec: Any) -> bool:
+    return isinstance(spec, P)
+
+
+def _empty(a: jax.Array, spec: P, mesh: Mesh) -> jax.Array:
+    """Return a device's share of an array without elements."""
+    shape = NamedSharding(mesh, spec).shard_shape(a.shape)
+    return varying(jnp.zeros(shape, a.dtype), *jax.tree.leaves(tuple(spec)))
 
 
 def place(params: Tree, config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weights:
