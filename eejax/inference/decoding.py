@@ -66,8 +66,7 @@ def step(
             record = jax.tree.map(partial(jnp.where, emits), first, record)
     else:
         state, record = engine_step(weights, state, config=config, options=options, prompts=prompts)
-    work = state.work.replace(steps=state.work.steps + 1)
-    return state.replace(clock=state.clock + 1, work=work), record
+    return state.replace(clock=state.clock + 1), record
 
 
 @partial(
@@ -135,14 +134,15 @@ def loop(run: Callable, size: int, weights, state, n: jax.Array | np.int32):
         )
         return i + 1, state, records
 
-    carry = lax.while_loop(
+    steps, state, records = lax.while_loop(
         lambda c: (c[0] < most) & jnp.any(c[1].live), body, (jnp.int32(0), state, records)
     )
+    work = state.work.replace(steps=state.work.steps + steps.astype(jnp.uint32))
 
     def flat(a):
         return a.reshape(-1, *a.shape[2:])
 
-    return carry[1], jax.tree.map(flat, _unpacked(carry[2], shapes))
+    return state.replace(work=work), jax.tree.map(flat, _unpacked(records, shapes))
 
 
 def _packed(record: DecodeRecord) -> tuple[jax.Array, TopLogprobs | None]:

@@ -138,7 +138,14 @@ def run_gates(runner, state, e, rows: ExitRows, allowed, drafts=None, kept=None)
         exit=emission.exit,
         top_logprobs=emission.top_logprobs,
     )
-    return _replace_rows(pending, own, rows, allowed)
+    after = _replace_rows(pending, own, rows, allowed)
+    # Each write that changes nothing would be a kernel of its own on a GPU.
+    same = ["input_token"]
+    if e == runner.last:  # no later gate reads them
+        same += ["top_token", "streak"]
+    if e or pending.input_token.shape[1] == 1:  # else they tell of the row that had this place
+        same += ["drafted", "accepted"]
+    return after.replace(**{name: getattr(pending, name) for name in same})
 
 
 def _replace_rows(pending: PendingRows, own: PendingRows, rows: ExitRows, allowed) -> PendingRows:

@@ -339,6 +339,8 @@ class EngineState(struct.PyTreeNode):
     def drafts_allowed(self) -> jax.Array:
         """[slots] int32, maximum drafts of each request by its exit rules."""
         policy, m = self.request.policy, self.pending.input_token.shape[1]
+        if m == 1:
+            return jnp.zeros_like(policy.drafts)
         drafts = jnp.where(policy.paused, 0, jnp.minimum(policy.drafts, m - 1))
         if self.request.logits_params is not None:  # penalties count only decided tokens
             drafts = jnp.where(self.request.logits_params.changes, 0, drafts)
@@ -350,8 +352,10 @@ class EngineState(struct.PyTreeNode):
         No row starts from a draft that would end the request, or behind a row that got no draft
         and has the token -1 (`PendingRows.blank`).
         """
-        last = at_position(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
-        drafts = jnp.where(hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0), 0, drafts)
+        if self.pending.input_token.shape[1] > 1:
+            last = at_position(self.pending.token, self.cache.filled[:, 0] - 1)[:, None]
+            ends = hits_stop_token(self.request, last)[:, 0] | (last[:, 0] < 0)
+            drafts = jnp.where(ends, 0, drafts)
         return self.progress.can_start(cap, drafts)
 
 
