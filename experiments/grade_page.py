@@ -113,6 +113,13 @@ def model_section(grade: ModelGrade) -> str:
         ["the rest of a step", NONE, ms(measured.step), share(measured.step / full)],
         ["a step of all layers", "100.0%", ms(full), "100.0%"],
     ]
+    first, further = measured.early_step
+    for name, seconds in (
+        ("what the engine adds for an exit", first),
+        ("for each further exit", further),
+        ("for an exit that may draft", measured.draft_step),
+    ):
+        parts.append([name, NONE, ms(seconds), share(seconds / full)])
     for boundary, known, seconds in own_exits(grade):
         name = f"the exit after layer {boundary}, which knows {known:,} tokens"
         parts.append([name, NONE, ms(seconds), share(seconds / full)])

@@ -56,15 +56,17 @@ class MeasuredSpeed:
 
 
 def measure_times(model: LanguageModel, prompts: list[list[int]], new: int) -> DecodingTimes:
-    """Time layers and heads in turns with whole steps of the engine "full".
+    """Time layers and heads in turns with whole steps of engines.
 
-    Exits that are made of the same parts have one time, as the final exit has with them.
+    Exits that are made of the same parts have one time, as the final exit has with them. What exits
+    add to a step is measured in engines in which none fires: one with the middle exit, one with
+    all, and one whose middle exit may draft and is taken to be never right.
     """
     from eejax.analysis import interleave
     from eejax.inference import EngineOptions, Generator
     from eejax.inference.weights import prepare
 
-    config = model.config
+    config, never = model.config, 1.0
     alike = [dataclasses.replace(e, boundary=0, router=0, temperature=1.0) for e in config.exits]
     last = ExitConfig(0, norm=config.final_norm, head=config.head)
     kinds = [kind for kind in dict.fromkeys(alike) if kind != last]
@@ -73,24 +75,42 @@ def measure_times(model: LanguageModel, prompts: list[list[int]], new: int) -> D
             dataclasses.replace(config.exits[alike.index(kind)], router=0) for kind in kinds
         )
     )
-    options = EngineOptions(), EngineOptions("speculative")
-    widths = sorted({1}.union(*(o.resolved(config, 1).buckets for o in options)))
+    recompute, speculative = EngineOptions(), EngineOptions("speculative")
+    widths = sorted({1}.union(*(o.resolved(config, 1).buckets for o in (recompute, speculative))))
     length = len(prompts[0]) + new + max(widths)
     runs, read = step_costs.layer_runs(prepare(model.params, few), few, widths, length)
-    full = TimedDecoding(Generator.make(model.params, config, "full"), prompts, new)
+
+    middle = config.exits[len(config.exits) // 2]
+    drafter = dataclasses.replace(middle, acceptance=0.0)
+    full = Generator.make(model.params, config, "full")
+
+    def timed(exits: Sequence[ExitConfig], options: EngineOptions, **rules) -> TimedDecoding:
+        made = Generator.make(model.params, config.replace(exits=tuple(exits)), options)
+        return TimedDecoding(with_layers_of(full, made), prompts, new, **rules)
+
+    whole = [
+        TimedDecoding(full, prompts, new),
+        timed([middle], recompute, threshold=never),
+        timed(config.exits, recompute, threshold=never),
+        timed([drafter], speculative),
+    ]
     seconds = interleave(
-        [*runs, lambda _: full.finish()],
+        [*runs, *(lambda _, w=w: w.finish() for w in whole)],
         ROUNDS,
         time.perf_counter,
-        before=lambda r: full.start() if r == len(runs) else None,
+        before=lambda r: whole[r - len(runs)].start() if r >= len(runs) else None,
     )
-    middle = np.median(seconds, 1)
-    parts, factors = read(middle[:-1])
+    parts, factors = read(np.median(seconds[: len(runs)], 1))
     by_kind = dict(zip([*kinds, last], parts.exits, strict=True))
     heads = (*(by_kind[kind] for kind in alike), parts.exits[-1])
+    steps = seconds[len(runs) :] / new
     # Steps are timed whole: what layers and the head do not take is the engine's own work.
-    rest = max(float(middle[-1]) / new - sum(parts.layers) - heads[-1], 0.0)
-    return DecodingTimes(parts.layers[0], heads, rest, tuple(factors.items()))
+    rest = max(float(np.median(steps[0])) - sum(parts.layers) - heads[-1], 0.0)
+    one, every, drafts = (max(float(m), 0.0) for m in np.median(steps[1:] - steps[0], 1))
+    further = max(every - one, 0.0) / max(len(config.exits) - 1, 1)
+    return DecodingTimes(
+        parts.layers[0], heads, rest, tuple(factors.items()), (one, further), drafts
+    )
 
 
 def measure_speeds(
@@ -121,7 +141,14 @@ def measure_speeds(
     full = Generator.make(model.params, model.config, "full")
 
     def make(exits: Sequence[int], options: EngineOptions):
-        kept = tuple(e for e in model.config.exits if e.boundary in exits)
+        # The engine of a tuned exit knows its acceptance: it need not find out what pays.
+        kept = tuple(
+            dataclasses.replace(e, acceptance=draft.acceptance)
+            if e.boundary == draft.boundary and e.acceptance is None
+            else e
+            for e in model.config.exits
+            if e.boundary in exits
+        )
         made = Generator.make(model.params, model.config.replace(exits=kept), options)
         return with_layers_of(full, made)
 

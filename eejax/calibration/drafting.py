@@ -45,11 +45,17 @@ def number_of_drafts(
     return int(best_drafts(np, share, np.float32(cost), costs, allowed, max_drafts)[0])
 
 
-def draft_speed(acceptance: float, drafts: int, cost: float, verify: tuple[float, float]) -> float:
+def draft_speed(
+    acceptance: float,
+    drafts: int,
+    cost: float,
+    verify: tuple[float, float],
+    step: float = 0.0,
+) -> float:
     """Return the speed of a number of drafts, over that of the full model.
 
     With k drafts, a share a of which is accepted, a step gives 1 + a + .. + a^k tokens in the time
-    of 1 + c k + v + w (k - 1) full steps.
+    of 1 + s + c k + v + w (k - 1) full steps.
 
     Args:
       acceptance: a.
@@ -57,10 +63,11 @@ def draft_speed(acceptance: float, drafts: int, cost: float, verify: tuple[float
       cost: c, time of a draft.
       verify: (v, w), what the pass that verifies drafts takes beyond a full step, for the first
         draft and for each further one.
+      step: s, the engine's own work beyond that of a full step.
     """
     tokens = sum(acceptance**i for i in range(drafts + 1))
     extra = verify[0] + verify[1] * (drafts - 1) if drafts else 0.0
-    return tokens / (1 + cost * drafts + extra)
+    return tokens / (1 + step + cost * drafts + extra)
 
 
 def drafting_exit(config: ModelConfig) -> int | None:
@@ -106,14 +113,15 @@ def predict_drafts(
     own = config.exits[e]
     drafts, speed = engine_drafts(config, own, acceptance)
     timed, one = (timed_costs(config, times, e, k) for k in (drafts, 1))
+    step = times.draft_step / times.full(config.n_layers)
     return DraftPrediction(
         own.boundary,
         tuned,
         acceptance,
         drafts,
         speed,
-        draft_speed(acceptance, drafts, *timed),
-        draft_speed(acceptance, 1, *one),
+        draft_speed(acceptance, drafts, *timed, step),
+        draft_speed(acceptance, 1, *one, step),
     )
 
 

@@ -30,19 +30,29 @@ class DecodingTimes:
     Attributes:
       layer: a row through a layer.
       heads: [E + 1] each exit: the layers of its own, its head and the evaluation of its logits.
-      step: what a step takes beside layers and heads.
+      step: what a step of the engine "full" takes beside layers and heads.
       rows: (number of rows, their time through a layer over that of one row), ascending from one
         row. An engine pads other numbers to the next of these.
+      early_step: what a step with early exits takes beyond `step`: with one exit, and for each
+        further exit.
+      draft_step: the same of a step in which an exit may draft.
     """
 
     layer: float
     heads: tuple[float, ...]
     step: float = 0.0
     rows: tuple[tuple[int, float], ...] = ((1, 1.0),)
+    early_step: tuple[float, float] = (0.0, 0.0)
+    draft_step: float = 0.0
 
     def full(self, n_layers: int) -> float:
         """Return the seconds of a step through all layers and the final head."""
         return n_layers * self.layer + self.heads[-1] + self.step
+
+    def step_with(self, n_exits: int) -> float:
+        """Return what a step with so many early exits takes beside layers and heads."""
+        first, further = self.early_step
+        return self.step + (first + further * (n_exits - 1) if n_exits else 0.0)
 
     def factor(self, rows: np.ndarray) -> np.ndarray:
         """Return the time of each number of rows through a layer, over that of one row."""
@@ -83,7 +93,7 @@ class OracleDepth:
       depth: mean layers below that exit.
       layers_speed: layers of the model over that mean.
       speed: predicted speed over that of the full model if each token reads the head of its exit
-        alone and takes waiting rows along.
+        alone and takes waiting rows along, and exits add nothing else to a step.
     """
 
     depth: float
@@ -183,7 +193,8 @@ def oracle_depth(scores: ExitScores, times: DecodingTimes, cap: int = CAP) -> Or
     config = scores.config
     number = (scores.tokens == scores.tokens[-1]).argmax(0)
     depth = float(np.mean(np.asarray(config.exit_boundaries)[number]))
-    seconds = _total_seconds(scores, times, number, every_head=False, cap=cap)
+    free = dataclasses.replace(times, early_step=(0.0, 0.0))
+    seconds = _total_seconds(scores, free, number, every_head=False, cap=cap)
     return OracleDepth(
         depth,
         config.n_layers / depth if depth else float("inf"),
@@ -255,7 +266,7 @@ def _total_seconds(
         (times.layer,) * config.n_layers,
         times.heads,
         factor=times.factor,
-        step=times.step,
+        step=times.step_with(config.n_exits),
         every_head=every_head,
         cap=cap,
     )

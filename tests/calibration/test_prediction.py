@@ -23,7 +23,13 @@ CONFIG = ModelConfig(
     context_length=32,
     exits=(ExitConfig(1), ExitConfig(2, vocabulary=5), ExitConfig(4)),
 )
-TIMES = DecodingTimes(2.0, (0.5, 0.25, 0.75, 1.0), 3.0, ((1, 1.0), (2, 1.25), (4, 1.5), (16, 3.0)))
+TIMES = DecodingTimes(
+    layer=2.0,
+    heads=(0.5, 0.25, 0.75, 1.0),
+    step=3.0,
+    rows=((1, 1.0), (2, 1.25), (4, 1.5), (16, 3.0)),
+    early_step=(0.4, 0.2),
+)
 
 
 def random_scores(seed: int, lengths=(9, 20, 3), config=CONFIG) -> ExitScores:
@@ -89,8 +95,8 @@ def test_speed_of_one_exit_counted_by_hand():
     """Twenty tokens leave after 2 of 6 layers; the sixteenth takes all waiting rows along."""
     scores = random_scores(0, lengths=(20,))
     point = prediction.gate_point(scores, TIMES, "max_probability", [2], 0.0)
-    # 20 x (2 layers + head + step), and 4 layers of 16 rows once.
-    seconds = 20 * (2 * 2.0 + 0.25 + 3.0) + 4 * 2.0 * 3.0
+    # 20 x (2 layers + head + step with an exit), and 4 layers of 16 rows once.
+    seconds = 20 * (2 * 2.0 + 0.25 + 3.0 + 0.4) + 4 * 2.0 * 3.0
     full = 20 * (6 * 2.0 + 1.0 + 3.0)
     assert point.speed == pytest.approx(full / seconds)
     assert point.exits == (2,) and point.depth == 2
@@ -104,7 +110,7 @@ def test_a_gate_that_never_fires_reads_every_head_of_its_exits():
     scores.confidences["margin"][:] = 0.25
     point = prediction.gate_point(scores, TIMES, "margin", [1, 4], 0.5)
     assert point.agreement == 1 and point.depth == 6
-    assert point.speed == pytest.approx(16 / (16 + 0.5 + 0.75))
+    assert point.speed == pytest.approx(16 / (16 + 0.5 + 0.75 + 0.4 + 0.2))
 
 
 def test_points_of_a_gate_are_all_exits_and_each_alone():
@@ -139,7 +145,7 @@ def test_routers_read_one_head_and_leave_where_they_are():
     points = prediction.gate_points(scores, TIMES, "router")
     assert {p.exits for p in points} == {(1, 4), (1,), (4,)}
     never = prediction.gate_point(scores, TIMES, "router", [1, 4], 1 - 1e-7)
-    assert never.speed == pytest.approx(1.0)  # no head but the last
+    assert never.speed == pytest.approx(16 / (16 + 0.4 + 0.2))  # no head but the last
 
 
 def test_oracle_leaves_by_the_first_exit_that_is_right():

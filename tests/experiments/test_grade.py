@@ -110,6 +110,14 @@ def test_the_page_stands_alone(graded):
     assert html.escape(result["verdict"]["sentence"]) in page
     sources = re.findall(r"""(?:src|href|url|@import)\s*[=(]\s*["']?([^"'\s>)]*)""", page)
     assert len(sources) == 3 and all(s.startswith("data:image/png;base64,iVBOR") for s in sources)
+    times = result["times"]
+    for part, seconds in zip(
+        ("what the engine adds for an exit", "for each further exit", "for an exit that may draft"),
+        (*times["early_step"], times["draft_step"]),
+        strict=True,
+    ):
+        cells = "".join(f"<td>{c}</td>" for c in (part, grade_page.NONE, grade_page.ms(seconds)))
+        assert seconds >= 0 and cells in page
     assert "<script" not in page and "//" not in re.sub(r"base64,[^\"]*", "", page)
     for tag in ("table", "tr", "td", "pre", "h2", "p"):
         assert page.count(f"<{tag}>") + page.count(f"<{tag} ") == page.count(f"</{tag}>"), tag
