@@ -75,12 +75,19 @@ def boundaries_for(config: ModelConfig, every: int) -> tuple[int, ...]:
 
 
 def with_exits(
-    params: Tree, config: ModelConfig, boundaries: Sequence[int], *, mlp=False, block=False
+    params: Tree,
+    config: ModelConfig,
+    boundaries: Sequence[int],
+    *,
+    mlp: bool = False,
+    block: bool = False,
+    mlp_width: int = 0,
 ) -> tuple[Tree, ModelConfig]:
     """Add training-free exits at boundaries without one (TIDE, sections 3.1 and 3.3).
 
     They read the final exit's head and a copy of its norm. An `mlp` or a `block` below the norm
-    adds nothing before it is trained (`train.starts.copied_exit`). A final head that belongs to the
+    adds nothing before it is trained (`train.starts.copied_exit`); `mlp_width` is as in
+    `ExitConfig`. A final head that belongs to the
     final exit alone becomes a shared head; its array stays the same. If exits share another head
     already, each new exit gets a copy of the final one.
     """
@@ -90,7 +97,15 @@ def with_exits(
         params = params | {"final": final, "shared_head": params["final"]["head"]}
         config = config.replace(head="shared")
     new = [
-        ExitConfig(n, mlp, block, config.final_norm, config.head, config.temperature)
+        ExitConfig(
+            n,
+            mlp,
+            block,
+            config.final_norm,
+            config.head,
+            config.temperature,
+            mlp_width=mlp_width,
+        )
         for n in boundaries
         if n not in have
     ]

@@ -125,7 +125,8 @@ def tune(
       exits: boundaries of the exits. Existing exits are trained further; new ones begin as copies
         of the final norm and head. By default one after a tenth of the layers, whose drafts are
         cheap, and one after two thirds, which is more often right.
-      kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
+      kind: what a new exit has below its norm: nothing ("norm"), an MLP half as wide as the model
+        ("adapter"), one as wide as the layers' ("mlp"), or a transformer block.
       vocabulary: number of tokens that a new exit knows, the first ones, so that its head is cheap;
         0 for all. By default they are nine tenths of the final exit's predictions on the text.
       tokens: maximum tokens of text, evenly spaced if it has more; by default 100,000, of a text

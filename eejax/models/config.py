@@ -54,6 +54,8 @@ class ExitConfig:
       acceptance: share of its drafts that are expected to be right, by which an engine decides
         whether to make the first ones, and the exit that drafts is chosen. Tuning sets it to what
         it measured; None if it is not known.
+      mlp_width: width of the MLP, the same for all exits; 0 for that of the layers. A narrow one is
+        an adapter (Houlsby et al. 2019): it costs a drafting exit less.
     """
 
     boundary: int
@@ -65,6 +67,7 @@ class ExitConfig:
     router: int = 0
     vocabulary: int = 0
     acceptance: float | None = None
+    mlp_width: int = 0
 
     def __post_init__(self):
         require(
@@ -87,6 +90,19 @@ class ExitConfig:
             "ExitConfig.vocabulary",
             self.vocabulary,
             "must be a positive number of token ids, or 0 for all",
+        )
+        require(
+            self.mlp_width == 0 or is_size(self.mlp_width),
+            "ExitConfig.mlp_width",
+            self.mlp_width,
+            "must be a positive width, or 0 for that of the layers",
+        )
+        require(
+            self.mlp or not self.mlp_width,
+            "ExitConfig.mlp_width",
+            self.mlp_width,
+            "is of an exit's MLP",
+            "Set mlp = True, or leave the width out.",
         )
         share = self.acceptance
         real = isinstance(share, int | float) and not isinstance(share, bool)
@@ -363,6 +379,15 @@ class ModelConfig:
             )
         widths = sorted({e.router for e in self.exits if e.router})
         require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")
+        # Stages of a pipeline hold the MLPs of their exits in one stack.
+        widths = sorted({e.mlp_width or self.d_ff for e in self.exits if e.mlp})
+        require(len(widths) <= 1, f"{field}.mlp_width", widths, "must be the same for all exits")
+        require(
+            all(w <= self.d_ff for w in widths),
+            f"{field}.mlp_width",
+            widths,
+            f"must be at most d_ff ({self.d_ff}), the width of the layers",
+        )
         require(
             not any(e.router for e in self.exits if e.boundary == self.n_layers),
             f"{field}.router",

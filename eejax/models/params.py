@@ -86,8 +86,8 @@ def _attention(c: ModelConfig) -> Tree:
     return tree
 
 
-def _mlp(c: ModelConfig) -> Tree:
-    d, f = c.d_model, c.d_ff
+def _mlp(c: ModelConfig, f: int) -> Tree:
+    d = c.d_model
     tree = {
         "up": _matrix((d, f), ("d", "f"), d),
         "down": _matrix((f, d), ("f", "d"), f, 1 / math.sqrt(2 * c.n_layers)),
@@ -105,7 +105,7 @@ def layer(config: ModelConfig) -> Tree:
     """Declare the parameters of one transformer layer, unstacked."""
     before = config.norm_placement in ("pre", "pre_post")
     after = config.norm_placement != "pre"
-    tree = {"attn": _attention(config), "mlp": _mlp(config)}
+    tree = {"attn": _attention(config), "mlp": _mlp(config, config.d_ff)}
     if before:
         tree["attn_norm"] = _norm(config)
         if config.residual != "parallel_one_norm":
@@ -132,7 +132,7 @@ def exit_(config: ModelConfig, e: ExitConfig) -> Tree:
     """Declare the parameters of one early exit."""
     tree = _head(config, e.head)
     if e.mlp:
-        tree |= {"mlp": _mlp(config), "mlp_norm": _norm(config)}
+        tree |= {"mlp": _mlp(config, e.mlp_width or config.d_ff), "mlp_norm": _norm(config)}
     if e.block:
         tree["block"] = layer(config)
     if e.norm:

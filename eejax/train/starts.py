@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from eejax.common.errors import require
 from eejax.common.trees import Tree
+from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.models.exits import head_name
 
@@ -30,9 +31,9 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
 
     Returns:
       norm: the final exit's. head, head_bias: the final exit's output embedding. mlp: that of the
-      layer below the boundary (above it at boundary 0) with the norm it reads. block: the last
-      layer. The contribution of MLP and block to the residual stream starts at zero. Parameters
-      without a counterpart in the model are left out.
+      layer below the boundary (above it at boundary 0), of whose width the first `mlp_width`, with
+      the norm it reads. block: the last layer. The contribution of MLP and block to the residual
+      stream starts at zero. Parameters without a counterpart in the model are left out.
 
     Raises:
       ConfigError: a block in a model with norms on the residual stream itself, where no block
@@ -52,7 +53,9 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
         layer = jax.tree.map(lambda a: a[max(e.boundary, 1) - 1], base["layers"])
         one_norm = config.residual == "parallel_one_norm"
         norms = {"mlp_norm": layer.get("attn_norm" if one_norm else "mlp_norm")}
-        tree |= {"mlp": _silent(layer["mlp"], "down", "down_bias")}
+        shapes = params.map_params(lambda p: p.shape, params.exit_(config, e)["mlp"])
+        mlp = {k: a[tuple(map(slice, shapes[k]))] for k, a in layer["mlp"].items()}
+        tree |= {"mlp": _silent(mlp, "down", "down_bias")}
         tree |= {k: v for k, v in norms.items() if v is not None}
     if e.block:
         require(

@@ -21,7 +21,7 @@ from eejax.models.config import ModelConfig
 from eejax.tuning import states
 from eejax.tuning.training import ExitQuality, TuningOptions, train_exits
 
-ExitKind = Literal["norm", "mlp", "block"]
+ExitKind = Literal["norm", "adapter", "mlp", "block"]
 KINDS: tuple[ExitKind, ...] = get_args(ExitKind)
 SETTINGS = "tuning.json"
 KNOWN_SHARE = 0.9  # of the final exit's predictions, by the vocabulary of a new exit
@@ -63,7 +63,8 @@ def tune_model(
       batches: batches of text.
       boundaries: boundaries of the exits. An exit that the model has is trained further.
       options: settings of the training.
-      kind: what a new exit has below its norm: nothing ("norm"), an MLP, or a transformer block.
+      kind: what a new exit has below its norm: nothing ("norm"), an MLP half as wide as the model
+        ("adapter"), one as wide as the layers' ("mlp"), or a transformer block.
       vocabulary: `ExitConfig.vocabulary` of new exits. By default it holds nine tenths of the final
         exit's predictions on the text, and all tokens where that is over half of them.
       windows: maximum number of windows of text.
@@ -107,7 +108,14 @@ def tune_model(
         f"must leave exits with a router as they are ({routed}), which were trained for it",
         "Tune the model before it is calibrated, and calibrate the result.",
     )
-    whole, has = with_exits(model.params, config, chosen, mlp=kind == "mlp", block=kind == "block")
+    whole, has = with_exits(
+        model.params,
+        config,
+        chosen,
+        mlp=kind in ("adapter", "mlp"),
+        block=kind == "block",
+        mlp_width=max(config.d_model // 2, 1) if kind == "adapter" else 0,
+    )
     folder = pathlib.Path(folder)
     there = folder.exists() and not folder.is_dir()
     require(not there, "folder", str(folder), "must be a folder, and it is a file")

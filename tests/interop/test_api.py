@@ -194,7 +194,7 @@ def test_a_threshold_without_exits_is_told(small_run):
         model.generate("class A:", 4, threshold=0.5)
 
 
-@pytest.mark.parametrize("kind", ["norm", "mlp", "block"])
+@pytest.mark.parametrize("kind", ["norm", "adapter", "mlp", "block"])
 def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path, kind):
     model = eejax.load(small_run)
     (tmp_path / "a.txt").write_text("def f(x):\n    return x + 1\n" * 200)
@@ -203,6 +203,9 @@ def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path, kind):
     made = model.tune(text, [0, 2], kind=kind, watch=lines.append, **size)
     assert made.source == model.source and made.calibration is None and len(lines) == 4
     assert made.config.exit_boundaries == (0, *model.config.exit_boundaries)
+    own = made.params["exits"]["exit_0"]
+    width = {"adapter": 8, "mlp": model.config.d_ff}.get(kind)  # the model is 16 wide
+    assert (own["mlp"]["up"].shape[1] if "mlp" in own else None) == width
     for before, after in zip(made.tuning.before, made.tuning.after, strict=True):
         assert after.loss < before.loss - 0.01 and after.agreement >= before.agreement
     losses, base = (m.grade(text, tokens=2000).losses for m in (made, model))

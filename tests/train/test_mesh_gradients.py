@@ -139,7 +139,7 @@ FIXED = {
         qkv_bias=True,
         qk_norm="head",
         norm_placement="pre",
-        exits=(ExitConfig(1, head="shared", mlp=True, temperature=1.7),),
+        exits=(ExitConfig(1, head="shared", mlp=True, temperature=1.7, mlp_width=8),),
     ),
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,8 @@ def drawn(draw) -> ModelConfig:
         temperature=maybe(1.0, 0.7),
         head=maybe("tied", "own", *["shared"] * (own == "shared")),
     )
+    if e.mlp:
+        e = dataclasses.replace(e, mlp_width=maybe(0, 1, 7, 20))
     parallel = ("sequential", "parallel", "parallel_one_norm")
     return ModelConfig(
         23,
