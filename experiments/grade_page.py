@@ -115,9 +115,9 @@ def model_section(grade: ModelGrade) -> str:
     ]
     first, further = measured.early_step
     for name, seconds in (
-        ("what the engine adds for an exit", first),
-        ("for each further exit", further),
-        ("for an exit that may draft", measured.draft_step),
+        ("the engine's work for one exit", first),
+        ("the engine's work for each further exit", further),
+        ("the engine's work for an exit that may draft", measured.draft_step),
     ):
         parts.append([name, NONE, ms(seconds), share(seconds / full)])
     for boundary, known, seconds in own_exits(grade):
@@ -203,7 +203,8 @@ def gate_section(grade: ModelGrade) -> str:
         (
             paragraph(
                 "A token pays for the layers below its exit, for every head that the gate reads on "
-                "its way, and for the rows of earlier tokens that it carries deeper. "
+                "its way, for the engine's own work, and for the rows of earlier tokens that it "
+                "carries deeper. "
                 "Thresholds are chosen on one half of the text; the table shows them on the other "
                 "half. A dash says that no threshold is faster than the full model."
             ),

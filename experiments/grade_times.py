@@ -11,6 +11,7 @@ import numpy as np
 from eejax.calibration.drafting import DraftPrediction
 from eejax.calibration.prediction import DecodingTimes, GatePoint
 from eejax.checkpoint.language_model import LanguageModel
+from eejax.common.trees import Tree
 from eejax.experiments import step_costs
 from eejax.experiments.decode_times import TimedDecoding, with_layers_of
 from eejax.models.config import ExitConfig
@@ -60,13 +61,14 @@ def measure_times(model: LanguageModel, prompts: list[list[int]], new: int) -> D
 
     Exits that are made of the same parts have one time, as the final exit has with them. What exits
     add to a step is measured in engines in which none fires: one with the middle exit, one with
-    all, and one whose middle exit may draft and is taken to be never right.
+    all, and one whose middle exit may draft and is taken to be never right. Layers of the exits'
+    own, which are part of the exits' times, are left out there.
     """
     from eejax.analysis import interleave
     from eejax.inference import EngineOptions, Generator
     from eejax.inference.weights import prepare
 
-    config, never = model.config, 1.0
+    config = model.config
     alike = [dataclasses.replace(e, boundary=0, router=0, temperature=1.0) for e in config.exits]
     last = ExitConfig(0, norm=config.final_norm, head=config.head)
     kinds = [kind for kind in dict.fromkeys(alike) if kind != last]
@@ -80,18 +82,19 @@ def measure_times(model: LanguageModel, prompts: list[list[int]], new: int) -> D
     length = len(prompts[0]) + new + max(widths)
     runs, read = step_costs.layer_runs(prepare(model.params, few), few, widths, length)
 
-    middle = config.exits[len(config.exits) // 2]
-    drafter = dataclasses.replace(middle, acceptance=0.0)
     full = Generator.make(model.params, config, "full")
+    bare_params, bare = without_own_layers(model)
+    middle = bare[len(bare) // 2]
+    drafter = dataclasses.replace(middle, acceptance=0.0)  # few drafts to find out that it stays so
 
     def timed(exits: Sequence[ExitConfig], options: EngineOptions, **rules) -> TimedDecoding:
-        made = Generator.make(model.params, config.replace(exits=tuple(exits)), options)
+        made = Generator.make(bare_params, config.replace(exits=tuple(exits)), options)
         return TimedDecoding(with_layers_of(full, made), prompts, new, **rules)
 
     whole = [
         TimedDecoding(full, prompts, new),
-        timed([middle], recompute, threshold=never),
-        timed(config.exits, recompute, threshold=never),
+        timed([middle], recompute, threshold=1.0),
+        timed(bare, recompute, threshold=1.0),
         timed([drafter], speculative),
     ]
     seconds = interleave(
@@ -111,6 +114,18 @@ def measure_times(model: LanguageModel, prompts: list[list[int]], new: int) -> D
     return DecodingTimes(
         parts.layers[0], heads, rest, tuple(factors.items()), (one, further), drafts
     )
+
+
+def without_own_layers(model: LanguageModel) -> tuple[Tree, tuple[ExitConfig, ...]]:
+    """Return (parameters, exits) of the model whose exits are norms and heads alone."""
+    exits = tuple(
+        dataclasses.replace(e, mlp=False, block=False, mlp_width=0) for e in model.config.exits
+    )
+    own = {
+        name: {k: v for k, v in part.items() if k not in ("mlp", "mlp_norm", "block")}
+        for name, part in model.params["exits"].items()
+    }
+    return model.params | {"exits": own}, exits
 
 
 def measure_speeds(
@@ -141,7 +156,8 @@ def measure_speeds(
     full = Generator.make(model.params, model.config, "full")
 
     def make(exits: Sequence[int], options: EngineOptions):
-        # The engine of a tuned exit knows its acceptance: it need not find out what pays.
+        # As the engine knows it of an exit that `eejax.tune` made. Any other engine begins with a
+        # guess, and has found it out after some dozen tokens.
         kept = tuple(
             dataclasses.replace(e, acceptance=draft.acceptance)
             if e.boundary == draft.boundary and e.acceptance is None

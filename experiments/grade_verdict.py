@@ -13,7 +13,7 @@ from eejax.interop.api import LOOKUP as MAX_LOOKUP
 
 TARGETS = (0.95, 0.97, 0.99)  # agreement
 WORTH = 1.05  # predicted speed from which on exits agree well enough, and something else fails
-WORTH_OF_HEADS = 1.1  # the same, where heads would cost nothing
+WORTH_IF_FREE = 1.1  # the same, where heads, or all that exits add, would cost nothing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class GradeVerdict:
       pays: whether early exits or their drafts are faster than the full model, as measured.
       way: the way that the recipe takes. Where exits do not pay it is "lookup" if the
         text's own drafts do, and otherwise None.
-      reason: "heads", "agreement" or "measured" where no way is faster; "" otherwise.
+      reason: "heads", "engine", "agreement" or "measured" where no way is faster; "" otherwise.
       sentence: the answer in words.
     """
 
@@ -113,17 +113,29 @@ def _reason(
     if best is not None and promise >= WORTH:
         way = "drafts" if best.way == DRAFTS else "exits"
         return "measured", (
-            f"{way} should decode {promise:.2f} times as fast by the times of layers and "
-            f"heads, but whole texts took {best.speed:.2f} times ({best.low:.2f} to "
+            f"{way} should decode {promise:.2f} times as fast by the times of its "
+            f"parts, but whole texts took {best.speed:.2f} times ({best.low:.2f} to "
             f"{best.high:.2f}) the speed of the full model"
         )
-    free = prediction.frontiers_of(scores, times.without_early_heads())
-    fastest = prediction.fastest_point([p for ps in free.values() for p in ps], TARGETS[0])
-    if fastest is not None and fastest.speed >= WORTH_OF_HEADS:
+
+    def fastest(free: DecodingTimes) -> float:
+        points = prediction.frontiers_of(scores, free).values()
+        found = prediction.fastest_point([p for ps in points for p in ps], TARGETS[0])
+        return 0.0 if found is None else found.speed
+
+    without_heads = times.without_early_heads()
+    if (speed := fastest(without_heads)) >= WORTH_IF_FREE:
         return "heads", (
             f"the head of an exit takes as long as {times.heads[-1] / times.layer:.1f} layers (the "
             f"model has {n_layers}); with heads that cost nothing, decoding would be "
-            f"{fastest.speed:.2f} times as fast at {TARGETS[0]:.0%} agreement"
+            f"{speed:.2f} times as fast at {TARGETS[0]:.0%} agreement"
+        )
+    if (speed := fastest(without_heads.without_early_work())) >= WORTH_IF_FREE:
+        work = times.early_step[0] / times.layer
+        return "engine", (
+            f"a step with an exit takes as long as {work:.1f} layers more beside its head (the "
+            f"model has {n_layers}); with exits that cost nothing, decoding would be {speed:.2f} "
+            f"times as fast at {TARGETS[0]:.0%} agreement"
         )
     middle = min(depths[:-1], key=lambda d: abs(2 * d.boundary - n_layers))
     return "agreement", (

@@ -225,6 +225,7 @@ def _layer_kept(model, length: int, remat: str, shards: int, sequence: bool) -> 
         n_kv_heads=max(1, model.n_kv_heads // shards),
         head_dim=model.head_dim,
         d_ff=model.d_ff // shards,
+        exits=(),  # an exit's MLP may be wider than a part of the layers'
     )
     return layer_kept(own, 1, length, remat)
 

@@ -35,7 +35,7 @@ class DecodingTimes:
         row. An engine pads other numbers to the next of these.
       early_step: what a step with early exits takes beyond `step`: with one exit, and for each
         further exit.
-      draft_step: the same of a step in which an exit may draft.
+      draft_step: what a step of an engine that may draft takes beyond `step`.
     """
 
     layer: float
@@ -61,9 +61,13 @@ class DecodingTimes:
         return np.asarray(factors)[np.minimum(index, len(widths) - 1)]
 
     def without_early_heads(self) -> DecodingTimes:
-        """Return the same times with early exits that cost nothing."""
+        """Return the same times with early exits whose heads cost nothing."""
         free = (0.0,) * (len(self.heads) - 1)
         return dataclasses.replace(self, heads=(*free, self.heads[-1]))
+
+    def without_early_work(self) -> DecodingTimes:
+        """Return the same times with early exits that add nothing to a step but their heads."""
+        return dataclasses.replace(self, early_step=(0.0, 0.0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +197,7 @@ def oracle_depth(scores: ExitScores, times: DecodingTimes, cap: int = CAP) -> Or
     config = scores.config
     number = (scores.tokens == scores.tokens[-1]).argmax(0)
     depth = float(np.mean(np.asarray(config.exit_boundaries)[number]))
-    free = dataclasses.replace(times, early_step=(0.0, 0.0))
-    seconds = _total_seconds(scores, free, number, every_head=False, cap=cap)
+    seconds = _total_seconds(scores, times.without_early_work(), number, every_head=False, cap=cap)
     return OracleDepth(
         depth,
         config.n_layers / depth if depth else float("inf"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,8 +101,7 @@ def run_gates(runner, state, e, rows: ExitRows, allowed, drafts=None, kept=None)
     logits_params, process = request.logits_params, None
     if e == 0:
         none = PendingRows.blank(len(rows.x), logits_params=logits_params is not None)
-        input_token = rows.take_places(pending.input_token)
-        own = varying(none, runner.weights.axes.data).replace(input_token=input_token)
+        own = varying(none, runner.weights.axes.data)
         if kept is not None:
             own = where_rows(rows.take_slots(kept), rows.take_places(pending), own)
     else:
@@ -129,27 +129,25 @@ def run_gates(runner, state, e, rows: ExitRows, allowed, drafts=None, kept=None)
     emission, memory = runner.decide(
         emission, Memory(own.top_token, own.streak, rows.before), look, drafts=drafts
     )
-    own = own.replace(
-        top_token=memory.token,
-        streak=memory.streak,
+    # Only what changes: on a GPU each field that is written is a kernel of its own.
+    new: dict[str, Any] = dict(
         token=emission.token,
         logprob=emission.logprob,
         confidence=emission.confidence,
         exit=emission.exit,
         top_logprobs=emission.top_logprobs,
     )
-    after = _replace_rows(pending, own, rows, allowed)
-    # Each write that changes nothing would be a kernel of its own on a GPU.
-    same = ["input_token"]
-    if e == runner.last:  # no later gate reads them
-        same += ["top_token", "streak"]
-    if e or pending.input_token.shape[1] == 1:  # else they tell of the row that had this place
-        same += ["drafted", "accepted"]
-    return after.replace(**{name: getattr(pending, name) for name in same})
+    if e < runner.last:  # later gates read them
+        new |= dict(top_token=memory.token, streak=memory.streak)
+    if e == 0 and pending.input_token.shape[1] > 1:  # those of the row that had this place before
+        new |= dict(drafted=own.drafted, accepted=own.accepted)
+    return _replace_rows(pending, new, rows, allowed)
 
 
-def _replace_rows(pending: PendingRows, own: PendingRows, rows: ExitRows, allowed) -> PendingRows:
-    """Put the entries `own` [r] of rows, where they are `allowed` [r], in their places.
+def _replace_rows(
+    pending: PendingRows, new: Mapping[str, Any], rows: ExitRows, allowed: jax.Array
+) -> PendingRows:
+    """Put the `new` fields [r] of rows, where they are `allowed` [r], in their places.
 
     Rows are compared with all places: on a GPU, a scatter for each field would be a kernel each.
     """
@@ -168,7 +166,8 @@ def _replace_rows(pending: PendingRows, own: PendingRows, rows: ExitRows, allowe
         new = new[:, None] if i is None else gather(new, i).reshape(old.shape)
         return jnp.where(found.reshape(slots, m, *[1] * (old.ndim - 2)), new, old)
 
-    return jax.tree.map(put, pending, own)
+    old = {name: getattr(pending, name) for name in new}
+    return pending.replace(**jax.tree.map(put, old, dict(new)))
 
 
 def run_gates_flat(

@@ -213,7 +213,7 @@ class PendingRows(struct.PyTreeNode):
       input_token: the token that the row reads.
       token, logprob, confidence: id, log-probability and confidence of the token that follows.
       exit: the exit that decided that token; -1 while none has, and then `token` is a draft.
-      top_token, streak: what gates remember about the row (`Memory`).
+      top_token, streak: what the gates of early exits remember about the row (`Memory`).
       drafted: where the next row started from a draft, who made it (`EXIT_DRAFT`, or one of
         `TEXT_DRAFTS`); else 0.
       accepted: 1 where that draft was right.

@@ -101,7 +101,7 @@ class ExitConfig:
             self.mlp or not self.mlp_width,
             "ExitConfig.mlp_width",
             self.mlp_width,
-            "is of an exit's MLP",
+            "has no effect without an MLP",
             "Set mlp = True, or leave the width out.",
         )
         share = self.acceptance
@@ -381,7 +381,7 @@ class ModelConfig:
         require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")
         # Stages of a pipeline hold the MLPs of their exits in one stack.
         widths = sorted({e.mlp_width or self.d_ff for e in self.exits if e.mlp})
-        require(len(widths) <= 1, f"{field}.mlp_width", widths, "must be the same for all exits")
+        require(len(widths) <= 1, f"{field}.mlp_width", widths, "must be one for all exits' MLPs")
         require(
             all(w <= self.d_ff for w in widths),
             f"{field}.mlp_width",

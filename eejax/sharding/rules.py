@@ -37,7 +37,7 @@ SHARED = ("k",)
 OTHERWISE: Mapping[str, str] = {
     "n": ", or another model.n_heads",
     "k": ", or another model.n_kv_heads",
-    "f": ", or another model.d_ff",
+    "f": ", or another model.d_ff, or mlp_width of the exits",
     "v": ", or pad the vocabulary with model.vocab_multiple = {}",
 }
 

@@ -31,9 +31,9 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
 
     Returns:
       norm: the final exit's. head, head_bias: the final exit's output embedding. mlp: that of the
-      layer below the boundary (above it at boundary 0), of whose width the first `mlp_width`, with
-      the norm it reads. block: the last layer. The contribution of MLP and block to the residual
-      stream starts at zero. Parameters without a counterpart in the model are left out.
+      layer below the boundary (above it at boundary 0), or its first `mlp_width` columns, with the
+      norm it reads. block: the last layer. The contribution of MLP and block to the residual stream
+      starts at zero. Parameters without a counterpart in the model are left out.
 
     Raises:
       ConfigError: a block in a model with norms on the residual stream itself, where no block

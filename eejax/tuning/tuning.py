@@ -23,6 +23,7 @@ from eejax.tuning.training import ExitQuality, TuningOptions, train_exits
 
 ExitKind = Literal["norm", "adapter", "mlp", "block"]
 KINDS: tuple[ExitKind, ...] = get_args(ExitKind)
+WITH_MLP: tuple[ExitKind, ...] = ("adapter", "mlp")
 SETTINGS = "tuning.json"
 KNOWN_SHARE = 0.9  # of the final exit's predictions, by the vocabulary of a new exit
 
@@ -108,13 +109,23 @@ def tune_model(
         f"must leave exits with a router as they are ({routed}), which were trained for it",
         "Tune the model before it is calibrated, and calibrate the result.",
     )
+    width = min(max(config.d_model // 2, 1), config.d_ff) if kind == "adapter" else config.d_ff
+    have = next((e.mlp_width or config.d_ff for e in config.exits if e.mlp), width)
+    adds = kind in WITH_MLP and not {*chosen} <= {e.boundary for e in config.exits}
+    require(
+        not adds or width == have,
+        "kind",
+        kind,
+        f"gives new exits an MLP of width {width}, and must give that of the others, {have}",
+        "Choose another kind.",
+    )
     whole, has = with_exits(
         model.params,
         config,
         chosen,
-        mlp=kind in ("adapter", "mlp"),
+        mlp=kind in WITH_MLP,
         block=kind == "block",
-        mlp_width=max(config.d_model // 2, 1) if kind == "adapter" else 0,
+        mlp_width=width if kind == "adapter" else 0,
     )
     folder = pathlib.Path(folder)
     there = folder.exists() and not folder.is_dir()

@@ -14,9 +14,10 @@ import eejax
 from eejax.calibration.drafting import DraftPrediction
 from eejax.calibration.frontier import ExitScores
 from eejax.calibration.prediction import DecodingTimes, DepthScore, GatePoint
+from eejax.checkpoint.language_model import LanguageModel
 from eejax.common.errors import ConfigError, DataError
 from eejax.data.tokenizers import ByteTokenizer
-from eejax.experiments import grade_page, grade_verdict, grading, held_out
+from eejax.experiments import grade_page, grade_times, grade_verdict, grading, held_out
 from eejax.experiments.grade_times import LOOKUP, MeasuredSpeed
 from eejax.models import params
 from eejax.models.config import ExitConfig, ModelConfig
@@ -112,12 +113,12 @@ def test_the_page_stands_alone(graded):
     assert len(sources) == 3 and all(s.startswith("data:image/png;base64,iVBOR") for s in sources)
     times = result["times"]
     for part, seconds in zip(
-        ("what the engine adds for an exit", "for each further exit", "for an exit that may draft"),
+        ("one exit", "each further exit", "an exit that may draft"),
         (*times["early_step"], times["draft_step"]),
         strict=True,
     ):
-        cells = "".join(f"<td>{c}</td>" for c in (part, grade_page.NONE, grade_page.ms(seconds)))
-        assert seconds >= 0 and cells in page
+        cells = "".join(f"<td>{c}</td>" for c in (grade_page.NONE, grade_page.ms(seconds)))
+        assert f"the engine's work for {part}</td>{cells}" in html.unescape(page)
     assert "<script" not in page and "//" not in re.sub(r"base64,[^\"]*", "", page)
     for tag in ("table", "tr", "td", "pre", "h2", "p"):
         assert page.count(f"<{tag}>") + page.count(f"<{tag} ") == page.count(f"</{tag}>"), tag
@@ -248,6 +249,42 @@ def test_exits_that_disagree_are_the_reason_where_heads_are_not():
     found = grade_verdict.judge(scored(0.0), TIMES, DEPTHS, None, DRAFT, [])
     assert found.reason == "agreement" and "after 1 of 4 layers" in found.sentence
     assert "70% of the text" in found.sentence
+
+
+def test_work_of_the_engine_is_the_reason_where_heads_and_agreement_are_not():
+    slow = DecodingTimes(1.0, (0.5, 0.5), 0.0, early_step=(3.0, 0.0))
+    found = grade_verdict.judge(scored(0.985), slow, DEPTHS, None, DRAFT, [])
+    assert found.reason == "engine" and "3.0 layers more beside its head" in found.sentence
+    free = DecodingTimes(1.0, (0.5, 0.5), 0.0)
+    assert grade_verdict.judge(scored(0.985), free, DEPTHS, None, DRAFT, []).reason == "heads"
+
+
+def test_what_exits_add_is_timed_beside_the_full_model(monkeypatch):
+    """Seconds of the runs are given: those of layers and heads first, then of four engines."""
+    config = ModelConfig(
+        vocab_size=257,
+        n_layers=4,
+        d_model=16,
+        n_heads=2,
+        context_length=48,
+        exits=(ExitConfig(1, mlp=True), ExitConfig(2, block=True), ExitConfig(3)),
+    )
+    tree = params.init(config, jax.random.key(0))
+    model = LanguageModel(config, tree, ByteTokenizer())
+    new, engines = 8, np.array([10.0, 12.0, 16.0, 11.5])
+
+    def interleave(runs, rounds, clock, *, before):
+        parts = len(runs) - len(engines)
+        return np.tile(np.r_[np.full(parts, 1e-3), engines * new][:, None], (1, rounds))
+
+    monkeypatch.setattr("eejax.analysis.interleave", interleave)
+    found = grade_times.measure_times(model, [[1, 2, 3, 4]], new)
+    assert found.early_step == (pytest.approx(2.0), pytest.approx((16 - 12) / 2))
+    assert found.draft_step == pytest.approx(1.5)
+    assert found.full(4) == pytest.approx(10.0)
+    bare, exits = grade_times.without_own_layers(model)
+    declared = params.shapes(config.replace(exits=exits))
+    assert jax.tree.structure(bare) == jax.tree.structure(declared)
 
 
 PATIENCE = GatePoint("patience", (1, 2), 0.75, 1.0, 2.0, 1.1)

@@ -109,6 +109,18 @@ def test_memory_grows_with_what_is_kept():
     assert cut.memory["states"] * 2 == whole.memory["states"]
 
 
+def test_an_exits_mlp_may_be_wider_than_a_part_of_the_layers():
+    wide = MODEL.replace(
+        exits=(ExitConfig(MODEL.exits[0].boundary, mlp=True, mlp_width=MODEL.d_ff),)
+    )
+    mesh = MeshConfig(pipe=4, model=2)
+    one, other = (
+        planner.ExperimentStages.of(experiment(model, mesh=mesh)).memory["residuals"]
+        for model in (wide, wide.replace(exits=()))
+    )
+    assert one >= other > 0
+
+
 def test_what_is_suggested_is_the_best_of_all():
     result = planner.plan(experiment(remat="full", exits="deferred"), limit=10**12)
     best = result["suggested"]

@@ -56,7 +56,7 @@ BASE = dict(vocab_size=50, n_layers=6, d_model=32, n_heads=4, context_length=64)
         (dict(exits=3), "exits = 3: must be a sequence of ExitConfig"),
         (
             dict(exits=(ExitConfig(1, mlp=True, mlp_width=4), ExitConfig(2, mlp=True))),
-            r"mlp_width = \[4, \d+\]: must be the same for all exits",
+            r"mlp_width = \[4, \d+\]: must be one for all exits' MLPs",
         ),
         (
             dict(d_ff=8, exits=(ExitConfig(1, mlp=True, mlp_width=9),)),
@@ -82,7 +82,7 @@ def test_invalid_models_are_refused_by_name(changes, message):
         (lambda: ExitConfig(True), "boundary = True"),
         (lambda: ExitConfig(2, mlp=1), "mlp = 1: must be True or False"),
         (lambda: ExitConfig(2, mlp=True, mlp_width=-1), "mlp_width = -1: must be a positive width"),
-        (lambda: ExitConfig(2, mlp_width=4), "mlp_width = 4: is of an exit's MLP. Set mlp = True"),
+        (lambda: ExitConfig(2, mlp_width=4), "mlp_width = 4: has no effect.*Set mlp = True"),
         (lambda: ExitConfig(2, temperature=True), "temperature = True"),
         (lambda: RotaryConfig(scaling="llama3"), "original_context"),
         (lambda: RotaryConfig(scaling="yarn", original_context=0), "original_context = 0"),

@@ -118,6 +118,11 @@ def test_a_copied_exit_begins_at_the_logit_lens(config, seed):
     own = join(untrained(config)["exits"][e.name], copied_exit(base, without, e))
     declared = params.map_params(lambda p: p.shape, params.exit_(config, e))
     assert jax.tree.map(jnp.shape, own) == declared
+    if e.mlp:  # the first columns of the MLP of the layer below
+        layer = jax.tree.map(lambda a: a[max(e.boundary, 1) - 1], base["layers"]["mlp"])
+        for name in {"up", "gate", "up_bias", "gate_bias"} & {*layer}:
+            first = layer[name][..., : e.mlp_width or config.d_ff]
+            np.testing.assert_array_equal(own["mlp"][name], first)
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((B, T, config.d_model)).astype(np.float32) * 3
     labels = rng.integers(0, config.vocab_size, (B, T)).astype(np.int32)
