@@ -82,7 +82,8 @@ def experiment():
     values["data"] = text(base)
     values["train"] |= {"base": _BASE.value, "base_step": _BASE_STEP.value}
     values["tune"] = {"part": "exits", "exits": tuple(boundaries), **_TUNE.values()}
-    return with_base(values, _WORKDIR.value)
+    with _EXIT.named():
+        return with_base(values, _WORKDIR.value)
 
 
 def text(base) -> dict:

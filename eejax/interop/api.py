@@ -26,7 +26,7 @@ from eejax.train.evaluate import Evaluation, evaluate, of_all_tokens
 from eejax.train.inputs import strip
 from eejax.train.metrics import exit_names
 from eejax.train.step import make_eval_step
-from eejax.tuning import ExitKind, TuningOptions, tune_model, write_own_text
+from eejax.tuning import ExitKind, TuningOptions, check_exits, tune_model, write_own_text
 
 BATCH = 16
 TUNING_TOKENS, OWN_TOKENS = 100_000, 20_000  # of a text, and of one that the model writes
@@ -126,7 +126,8 @@ def tune(
         of the final norm and head. By default one after a tenth of the layers, whose drafts are
         cheap, and one after two thirds, which is more often right.
       kind: what a new exit has below its norm: nothing ("norm"), an MLP half as wide as the model
-        ("adapter"), one as wide as the layers' ("mlp"), or a transformer block.
+        ("adapter"), one as wide as those of the model's other exits or, without any, of its layers
+        ("mlp"), or a transformer block.
       vocabulary: number of tokens that a new exit knows, the first ones, so that its head is cheap;
         0 for all. By default they are nine tenths of the final exit's predictions on the text.
       tokens: maximum tokens of text, evenly spaced if it has more; by default 100,000, of a text
@@ -146,6 +147,7 @@ def tune(
         tokens = OWN_TOKENS if text is None else TUNING_TOKENS
     require_count("tokens", tokens)
     exits = default_exits(model.config.n_layers) if exits is None else exits
+    check_exits(model.config, exits, kind, vocabulary)
     text = own_text(model, tokens, watch=watch) if text is None else text
     with contextlib.ExitStack() as stack:
         batches = stack.enter_context(_batches(model, text, tokens, length))

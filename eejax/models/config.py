@@ -12,6 +12,7 @@ from eejax.models.config_checks import (
     build,
     is_number,
     is_size,
+    is_size_or_zero,
     require_positive,
     require_sizes,
     require_switches,
@@ -80,19 +81,19 @@ class ExitConfig:
         require_one_of("ExitConfig.head", self.head, get_args(HeadKind))
         require_positive(self, "temperature")
         require(
-            self.router == 0 or is_size(self.router),
+            is_size_or_zero(self.router),
             "ExitConfig.router",
             self.router,
             "must be a positive width, or 0 for no router",
         )
         require(
-            self.vocabulary == 0 or is_size(self.vocabulary),
+            is_size_or_zero(self.vocabulary),
             "ExitConfig.vocabulary",
             self.vocabulary,
             "must be a positive number of token ids, or 0 for all",
         )
         require(
-            self.mlp_width == 0 or is_size(self.mlp_width),
+            is_size_or_zero(self.mlp_width),
             "ExitConfig.mlp_width",
             self.mlp_width,
             "must be a positive width, or 0 for that of the layers",
@@ -377,17 +378,23 @@ class ModelConfig:
                 e.vocabulary,
                 "must be 0 at the last boundary, where tokens of all kinds leave",
             )
-        widths = sorted({e.router for e in self.exits if e.router})
-        require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")
         # Stages of a pipeline hold the MLPs of their exits in one stack.
-        widths = sorted({e.mlp_width or self.d_ff for e in self.exits if e.mlp})
-        require(len(widths) <= 1, f"{field}.mlp_width", widths, "must be one for all exits' MLPs")
+        mlps = sorted({e.mlp_width or self.d_ff for e in self.exits if e.mlp})
         require(
-            all(w <= self.d_ff for w in widths),
+            len(mlps) <= 1,
             f"{field}.mlp_width",
-            widths,
+            mlps,
+            "must be one width for all exits with an MLP",
+            f"Give each the same mlp_width; without one it is that of the layers ({self.d_ff}).",
+        )
+        require(
+            all(w <= self.d_ff for w in mlps),
+            f"{field}.mlp_width",
+            mlps,
             f"must be at most d_ff ({self.d_ff}), the width of the layers",
         )
+        widths = sorted({e.router for e in self.exits if e.router})
+        require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")
         require(
             not any(e.router for e in self.exits if e.boundary == self.n_layers),
             f"{field}.router",

@@ -15,6 +15,11 @@ def is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def is_size_or_zero(value: Any) -> bool:
+    """Return True for an integer of at least 0."""
+    return is_size(value) or (isinstance(value, int) and value is not False and value == 0)
+
+
 def is_number(value: Any) -> bool:
     """Return True for a finite number."""
     number = isinstance(value, int | float) and not isinstance(value, bool)

@@ -3,7 +3,7 @@
 from eejax.tuning.own_text import write_own_text
 from eejax.tuning.states import StoredStates
 from eejax.tuning.training import ExitQuality, TuningOptions
-from eejax.tuning.tuning import KINDS, ExitKind, Tuning, tune_model
+from eejax.tuning.tuning import KINDS, ExitKind, Tuning, check_exits, tune_model
 
 __all__ = [
     "KINDS",
@@ -12,6 +12,7 @@ __all__ = [
     "StoredStates",
     "Tuning",
     "TuningOptions",
+    "check_exits",
     "tune_model",
     "write_own_text",
 ]

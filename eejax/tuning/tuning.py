@@ -42,46 +42,14 @@ class Tuning(NamedTuple):
     tokens: int
 
 
-def tune_model(
-    model: LanguageModel,
-    batches: Iterable[Mapping[str, Any]],
-    boundaries: Sequence[int],
-    options: TuningOptions,
-    *,
-    kind: ExitKind = "mlp",
-    vocabulary: int | None = None,
-    windows: int,
-    folder: str | os.PathLike,
-    about: Mapping[str, Any] | None = None,
-    watch: Callable[[str], None] | None = None,
-) -> LanguageModel:
-    """Return the model with exits trained on batches of text (`data.batches`).
+def check_exits(
+    config: ModelConfig, boundaries: Sequence[int], kind: ExitKind, vocabulary: int | None
+) -> tuple[int, ...]:
+    """Return the boundaries of exits to tune, ascending; arguments are those of `tune_model`.
 
-    The given model stays as it is and shares its other leaves with the new one.
-
-    Args:
-      model: the model.
-      batches: batches of text.
-      boundaries: boundaries of the exits. An exit that the model has is trained further.
-      options: settings of the training.
-      kind: what a new exit has below its norm: nothing ("norm"), an MLP half as wide as the model
-        ("adapter"), one as wide as the layers' ("mlp"), or a transformer block.
-      vocabulary: `ExitConfig.vocabulary` of new exits. By default it holds nine tenths of the final
-        exit's predictions on the text, and all tokens where that is over half of them.
-      windows: maximum number of windows of text.
-      folder: where states are kept, and what an interrupted tuning resumes from.
-      about: further settings that the tuning depends on, such as its text.
-      watch: called with lines of progress.
-
-    Raises:
-      ConfigError: for impossible boundaries, another kind, an exit with a router, and a folder of
-        another tuning.
-      DataError: for text that is too short.
-      CheckpointError: for a folder whose files cannot be read.
+    Raises `ConfigError` for what `tune_model` refuses about them.
     """
-    config, watch = model.config, watch or (lambda text: None)
     require_one_of("kind", kind, KINDS)
-    require_count("windows", windows)
     if vocabulary is not None:
         require(
             is_integer(vocabulary) and 0 <= vocabulary <= config.vocab_size,
@@ -109,23 +77,74 @@ def tune_model(
         f"must leave exits with a router as they are ({routed}), which were trained for it",
         "Tune the model before it is calibrated, and calibrate the result.",
     )
-    width = min(max(config.d_model // 2, 1), config.d_ff) if kind == "adapter" else config.d_ff
-    have = next((e.mlp_width or config.d_ff for e in config.exits if e.mlp), width)
-    adds = kind in WITH_MLP and not {*chosen} <= {e.boundary for e in config.exits}
+    other = next((e.mlp_width or config.d_ff for e in config.exits if e.mlp), None)
+    width = mlp_width(config, "adapter")
     require(
-        not adds or width == have,
+        kind != "adapter" or other in (None, width),
         "kind",
         kind,
-        f"gives new exits an MLP of width {width}, and must give that of the others, {have}",
-        "Choose another kind.",
+        f"is an MLP of width {width}, and must be as wide as those of the model's exits ({other})",
+        "Choose 'mlp', which has that width, or 'norm' or 'block'.",
     )
+    return chosen
+
+
+def mlp_width(config: ModelConfig, kind: ExitKind) -> int:
+    """Return `ExitConfig.mlp_width` of new exits: that of the model's exits, except of adapters."""
+    if kind == "adapter":
+        return min(max(config.d_model // 2, 1), config.d_ff)
+    have = (e.mlp_width for e in config.exits if e.mlp)
+    return next(have, 0) if kind == "mlp" else 0
+
+
+def tune_model(
+    model: LanguageModel,
+    batches: Iterable[Mapping[str, Any]],
+    boundaries: Sequence[int],
+    options: TuningOptions,
+    *,
+    kind: ExitKind = "mlp",
+    vocabulary: int | None = None,
+    windows: int,
+    folder: str | os.PathLike,
+    about: Mapping[str, Any] | None = None,
+    watch: Callable[[str], None] | None = None,
+) -> LanguageModel:
+    """Return the model with exits trained on batches of text (`data.batches`).
+
+    The given model stays as it is and shares its other leaves with the new one.
+
+    Args:
+      model: the model.
+      batches: batches of text.
+      boundaries: boundaries of the exits. An exit that the model has is trained further.
+      options: settings of the training.
+      kind: what a new exit has below its norm: nothing ("norm"), an MLP half as wide as the model
+        ("adapter"), one as wide as those of the model's other exits or, without any, of its layers
+        ("mlp"), or a transformer block.
+      vocabulary: `ExitConfig.vocabulary` of new exits. By default it holds nine tenths of the final
+        exit's predictions on the text, and all tokens where that is over half of them.
+      windows: maximum number of windows of text.
+      folder: where states are kept, and what an interrupted tuning resumes from.
+      about: further settings that the tuning depends on, such as its text.
+      watch: called with lines of progress.
+
+    Raises:
+      ConfigError: for impossible boundaries, another kind, an exit with a router, and a folder of
+        another tuning.
+      DataError: for text that is too short.
+      CheckpointError: for a folder whose files cannot be read.
+    """
+    config, watch = model.config, watch or (lambda text: None)
+    require_count("windows", windows)
+    chosen = check_exits(config, boundaries, kind, vocabulary)
     whole, has = with_exits(
         model.params,
         config,
         chosen,
         mlp=kind in WITH_MLP,
         block=kind == "block",
-        mlp_width=width if kind == "adapter" else 0,
+        mlp_width=mlp_width(config, kind),
     )
     folder = pathlib.Path(folder)
     there = folder.exists() and not folder.is_dir()

@@ -214,7 +214,7 @@ def test_tuned_exits_learn_and_the_rest_stays(small_run, tmp_path, kind):
     assert all(a is b for a, b in zip(own, jax.tree.leaves(made.params["layers"]), strict=True))
 
 
-def test_exits_of_another_width_are_refused_by_kind(small_run, tmp_path):
+def test_mlps_of_new_exits_are_as_wide_as_those_of_others(small_run, tmp_path):
     model = eejax.load(small_run)
     bare = model.config.replace(exits=())
     model = dataclasses.replace(model, config=bare, params=model.params | {"exits": {}})
@@ -222,13 +222,14 @@ def test_exits_of_another_width_are_refused_by_kind(small_run, tmp_path):
     size = dict(tokens=500, length=16, passes=1, vocabulary=0, watch=lambda line: None)
     text = str(tmp_path / "a.txt")
     made = model.tune(text, [1], kind="adapter", **size)
-    refused = f"kind = 'mlp': gives new exits an MLP of width {bare.d_ff}, and must give .*, 8. Ch"
-    with pytest.raises(ConfigError, match=refused):
-        made.tune(text, [1, 2], kind="mlp", **size)
-    for kind in ("mlp", "block"):  # an exit that is there keeps its form
-        assert made.tune(text, [1], kind=kind, **size).config.exits[0].mlp_width == 8
-    both = made.tune(text, [1, 2], kind="norm", **size).config.exits
-    assert [(e.mlp, e.mlp_width) for e in both] == [(True, 8), (False, 0)]
+    for kind, width in (("mlp", 8), ("adapter", 8), ("norm", 0)):
+        both = made.tune(text, [1, 2], kind=kind, **size).config.exits
+        assert [(e.mlp, e.mlp_width) for e in both] == [(True, 8), (kind != "norm", width)]
+    wide = model.tune(text, [1], **size)
+    refused = f"kind = 'adapter': is an MLP of width 8, and must be .* .{bare.d_ff}.. Choose 'mlp'"
+    for source in (text, None):  # before the model writes its own text
+        with pytest.raises(ConfigError, match=refused):
+            wide.tune(source, [2], kind="adapter", **size)
 
 
 def test_new_exits_know_what_the_text_needs(small_run, tmp_path, monkeypatch):

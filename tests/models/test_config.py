@@ -56,7 +56,7 @@ BASE = dict(vocab_size=50, n_layers=6, d_model=32, n_heads=4, context_length=64)
         (dict(exits=3), "exits = 3: must be a sequence of ExitConfig"),
         (
             dict(exits=(ExitConfig(1, mlp=True, mlp_width=4), ExitConfig(2, mlp=True))),
-            r"mlp_width = \[4, \d+\]: must be one for all exits' MLPs",
+            r"mlp_width = \[4, \d+\]: must be one width for all exits with an MLP. Give each",
         ),
         (
             dict(d_ff=8, exits=(ExitConfig(1, mlp=True, mlp_width=9),)),
@@ -82,6 +82,9 @@ def test_invalid_models_are_refused_by_name(changes, message):
         (lambda: ExitConfig(True), "boundary = True"),
         (lambda: ExitConfig(2, mlp=1), "mlp = 1: must be True or False"),
         (lambda: ExitConfig(2, mlp=True, mlp_width=-1), "mlp_width = -1: must be a positive width"),
+        (lambda: ExitConfig(2, mlp=True, mlp_width=False), "mlp_width = False: must be a positive"),
+        (lambda: ExitConfig(2, mlp=True, mlp_width=0.0), "mlp_width = 0.0: must be a positive"),
+        (lambda: ExitConfig(2, router=False), "router = False: must be a positive"),
         (lambda: ExitConfig(2, mlp_width=4), "mlp_width = 4: has no effect.*Set mlp = True"),
         (lambda: ExitConfig(2, temperature=True), "temperature = True"),
         (lambda: RotaryConfig(scaling="llama3"), "original_context"),
