@@ -96,9 +96,10 @@ def measure_times(model: LanguageModel, prompts: list[list[int]], new: int) -> D
     whole = [
         TimedDecoding(full, prompts, new),
         timed([middle], recompute, threshold=1.0),
-        timed(chosen, recompute, threshold=1.0),
         timed([drafter], speculative),
     ]
+    if len(chosen) > 1:
+        whole.append(timed(chosen, recompute, threshold=1.0))
     seconds = interleave(
         [*runs, *(lambda _, w=w: w.finish() for w in whole)],
         ROUNDS,
@@ -111,8 +112,8 @@ def measure_times(model: LanguageModel, prompts: list[list[int]], new: int) -> D
     steps = seconds[len(runs) :] / new
     # Steps are timed whole: what layers and the head do not take is the engine's own work.
     rest = max(float(np.median(steps[0])) - sum(parts.layers) - heads[-1], 0.0)
-    one, more, drafts = (max(float(m), 0.0) for m in np.median(steps[1:] - steps[0], 1))
-    further = max(more - one, 0.0) / max(len(chosen) - 1, 1)
+    one, drafts, *more = (max(float(m), 0.0) for m in np.median(steps[1:] - steps[0], 1))
+    further = max(more[0] - one, 0.0) / (len(chosen) - 1) if more else 0.0
     return DecodingTimes(
         parts.layers[0], heads, rest, tuple(factors.items()), (one, further), drafts
     )

@@ -87,9 +87,8 @@ def with_exits(
 
     They read the final exit's head and a copy of its norm. An `mlp` or a `block` below the norm
     adds nothing before it is trained (`train.starts.copied_exit`); `mlp_width` is as in
-    `ExitConfig`. A final head that belongs to the
-    final exit alone becomes a shared head; its array stays the same. If exits share another head
-    already, each new exit gets a copy of the final one.
+    `ExitConfig`. A final head that belongs to the final exit alone becomes a shared head; its array
+    stays the same. If exits share another head already, each new exit gets a copy of the final one.
     """
     have = {e.boundary for e in config.exits}
     if config.head == "own" and "shared_head" not in params:

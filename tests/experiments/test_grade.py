@@ -271,7 +271,7 @@ def test_what_exits_add_is_timed_beside_the_full_model(monkeypatch):
     )
     tree = params.init(config, jax.random.key(0))
     model = LanguageModel(config, tree, ByteTokenizer())
-    new, engines = 8, np.array([10.0, 12.0, 16.0, 11.5])
+    new, engines = 8, np.array([10.0, 12.0, 11.5, 16.0])
 
     def interleave(runs, rounds, clock, *, before):
         parts = len(runs) - len(engines)

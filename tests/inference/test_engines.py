@@ -13,7 +13,7 @@ from near_ties import TIE, assert_same
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.decoding import decode, default_plan
-from eejax.inference.generate import cache_length, decode_size, prefill
+from eejax.inference.generate import decode_size, prefill
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.sampling import SamplingParams
 from eejax.inference.state import RequestRows
@@ -93,22 +93,6 @@ def test_a_conversation_compiles_no_more_until_its_cache_doubles(model, prompts,
     answer(260)
     assert compiled
     assert first == g.generate(prompts(1, [130]), 9).ids(0)
-
-
-@given(st.integers(1, 5000), st.integers(1, 64))
-def test_caches_hold_their_requests_and_little_more(tokens, cap):
-    options = EngineOptions(cap=cap)
-    need = tokens + max(cap, 4)
-    length, grown = (cache_length(tokens, 5000, options, growing) for growing in (False, True))
-    assert need <= length < need + max(128, need / 4) and need <= grown <= max(512, 2 * need)
-    for growing in (False, True):  # no longer than a whole context needs
-        assert need <= cache_length(tokens, tokens, options, growing) < need + 16
-
-
-def test_caches_have_few_lengths():
-    options = EngineOptions()
-    assert {cache_length(n, 5000, options) for n in range(1009, 2033)} == {1280, 1536, 1792, 2048}
-    assert {cache_length(n, 5000, options, growing=True) for n in range(1009, 2033)} == {2048}
 
 
 def reference_greedy(p, config, prompt, n, thresholds):
