@@ -28,8 +28,8 @@ for _argument in sys.argv[1:]:  # before reading the file, which lacks these sec
     if re.match(r"--?(no)?config\.((model|data|tune)\b|train\.base)", _argument):
         sys.exit(
             f"error: {_argument.split('=')[0]}: model and text of a tuning run are those of the "
-            "base; set --source, --exits, --head, --norm, --mlp, --mlp_width, --block and --start "
-            "instead."
+            "base; set --source, --exits, --head, --head_rank, --norm, --mlp, --mlp_width, --block "
+            "and --start instead."
         )
 
 _DEFAULT = config_files.FOLDER / "tune_exits.py"
@@ -42,7 +42,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "Folder of the run; made if it d
 _EXITS = flags.DEFINE_list("exits", None, "Boundaries of the exits: 2,5 is after layers 2 and 5.")
 _EXIT = field_flags.define(
     ExitConfig,
-    ("head", "norm", "mlp", "mlp_width", "block"),
+    ("head", "head_rank", "norm", "mlp", "mlp_width", "block"),
     defaults={"head": "own"},
     note="A new exit: ",
 )

@@ -82,13 +82,15 @@ def with_exits(
     mlp: bool = False,
     block: bool = False,
     mlp_width: int = 0,
+    head_rank: int = 0,
 ) -> tuple[Tree, ModelConfig]:
     """Add training-free exits at boundaries without one (TIDE, sections 3.1 and 3.3).
 
     They read the final exit's head and a copy of its norm. An `mlp` or a `block` below the norm
-    adds nothing before it is trained (`train.starts.copied_exit`); `mlp_width` is as in
-    `ExitConfig`. A final head that belongs to the final exit alone becomes a shared head; its array
-    stays the same. If exits share another head already, each new exit gets a copy of the final one.
+    adds nothing before it is trained (`train.starts.copied_exit`); `mlp_width` and `head_rank` are
+    as in `ExitConfig`. A final head that belongs to the final exit alone becomes a shared head; its
+    array stays the same. If exits share another head already, each new exit gets a copy of the
+    final one.
     """
     have = {e.boundary for e in config.exits}
     if config.head == "own" and "shared_head" not in params:
@@ -104,6 +106,7 @@ def with_exits(
             config.head,
             config.temperature,
             mlp_width=mlp_width,
+            head_rank=head_rank,
         )
         for n in boundaries
         if n not in have

@@ -185,7 +185,7 @@ def token_work(
     held = jax.eval_shape(cast, params.shapes(config))
 
     def own(tree):
-        return {k: v for k, v in tree.items() if k not in ("head", "router")}
+        return {k: v for k, v in tree.items() if k not in work.APART}
 
     passed = [e.name for e in config.exits[: exit + 1]]
     share, itemsize = (

@@ -12,7 +12,7 @@ from eejax.common.errors import require, require_count, require_one_of
 from eejax.common.lengths import power_of_two
 from eejax.common.trees import size
 from eejax.kernels import call
-from eejax.models import exits, params
+from eejax.models import exits, params, work
 from eejax.models.config import ModelConfig
 
 PIPELINED = "pipelined"
@@ -291,10 +291,10 @@ def draft_cost(config: ModelConfig, options: EngineOptions) -> float:
         return 0.0
     declared = params.abstract(config)
     layer = size(params.layer(config))
-    own = {k: v for k, v in exits.exit_params(declared, config, 0).items() if k != "head"}
-    known = exits.head(declared, config, 0).options.vocab_size
-    below = config.exit_boundaries[0] * layer + size(own) + known * config.d_model
-    return below / (config.n_layers * layer + config.padded_vocab * config.d_model)
+    read = {k: v for k, v in exits.exit_params(declared, config, 0).items() if k not in work.APART}
+    below = config.exit_boundaries[0] * layer + size(read) + work.head_weights(config, 0)
+    whole = config.n_layers * layer + work.head_weights(config, config.n_exits)
+    return below / whole
 
 
 def verify_cost(config: ModelConfig, options: EngineOptions, slots: int) -> tuple[float, float]:

@@ -105,6 +105,7 @@ def tune(
     *,
     kind: ExitKind = "mlp",
     vocabulary: int | None = None,
+    head_rank: int = 0,
     tokens: int | None = None,
     length: int = 256,
     folder: str | os.PathLike | None = None,
@@ -130,6 +131,8 @@ def tune(
         ("mlp"), or a transformer block.
       vocabulary: number of tokens that a new exit knows, the first ones, so that its head is cheap;
         0 for all. By default they are nine tenths of the final exit's predictions on the text.
+      head_rank: dimensions of the state that the head of a new exit reads (`ExitConfig.head_rank`),
+        another way to make it cheap; 0 for all.
       tokens: maximum tokens of text, evenly spaced if it has more; by default 100,000, of a text
         that the model writes 20,000.
       length: tokens of a window of text.
@@ -147,7 +150,7 @@ def tune(
         tokens = OWN_TOKENS if text is None else TUNING_TOKENS
     require_count("tokens", tokens)
     exits = default_exits(model.config.n_layers) if exits is None else exits
-    check_exits(model.config, exits, kind, vocabulary)
+    check_exits(model.config, exits, kind, vocabulary, head_rank)
     text = own_text(model, tokens, watch=watch) if text is None else text
     with contextlib.ExitStack() as stack:
         batches = stack.enter_context(_batches(model, text, tokens, length))
@@ -161,6 +164,7 @@ def tune(
             chosen,
             kind=kind,
             vocabulary=vocabulary,
+            head_rank=head_rank,
             windows=max(tokens // length, 2),
             folder=kept,
             about=about,

@@ -39,7 +39,7 @@ class RopeKind(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class ExitConfig:
-    """An early exit at a layer boundary: (mlp) -> (block) -> (norm) -> head -> / temperature.
+    """An early exit: (mlp) -> (block) -> (norm) -> (low rank) -> head -> / temperature.
 
     Attributes:
       boundary: layers below the exit, 0 for the embedding (n is "post-exit at layer n" or "pre-exit
@@ -57,6 +57,9 @@ class ExitConfig:
         it measured; None if it is not known.
       mlp_width: width of the MLP, the same for all exits; 0 for that of the layers. A narrow one is
         an adapter (Houlsby et al. 2019): it costs a drafting exit less.
+      head_rank: the head reads a projection of the state on so many dimensions, the same for all
+        exits that have one; 0 for the state itself. Engines read v r numbers of a head of rank r
+        where it has v d, and the exit still knows every token.
     """
 
     boundary: int
@@ -69,6 +72,7 @@ class ExitConfig:
     vocabulary: int = 0
     acceptance: float | None = None
     mlp_width: int = 0
+    head_rank: int = 0
 
     def __post_init__(self):
         require(
@@ -97,6 +101,12 @@ class ExitConfig:
             "ExitConfig.mlp_width",
             self.mlp_width,
             "must be a positive width, or 0 for that of the layers",
+        )
+        require(
+            is_size_or_zero(self.head_rank),
+            "ExitConfig.head_rank",
+            self.head_rank,
+            "must be a positive number of dimensions, or 0 for all",
         )
         require(
             self.mlp or not self.mlp_width,
@@ -392,6 +402,15 @@ class ModelConfig:
             f"{field}.mlp_width",
             mlps,
             f"must be at most d_ff ({self.d_ff}), the width of the layers",
+        )
+        ranks = sorted({e.head_rank for e in self.exits if e.head_rank})
+        allowed = "must be the same for all exits that have one"
+        require(len(ranks) <= 1, f"{field}.head_rank", ranks, allowed)
+        require(
+            all(r < self.d_model for r in ranks),
+            f"{field}.head_rank",
+            ranks,
+            f"must be less than d_model ({self.d_model}), or 0 for all dimensions",
         )
         widths = sorted({e.router for e in self.exits if e.router})
         require(len(widths) <= 1, f"{field}.router", widths, "must be the same for all exits")

@@ -1,4 +1,4 @@
-"""Early exits: hidden state at a boundary -> (mlp) -> (block) -> (norm) -> head.
+"""Early exits: hidden state at a boundary -> (mlp) -> (block) -> (norm) -> (low rank) -> head.
 
 The order is that of EE-LLM's code; the paper allows any (Appendix D.1). Exits are numbered 0..E-1
 as configured; exit E is the final one.
@@ -90,6 +90,24 @@ def with_known_rows(params: Tree, config: ModelConfig) -> Tree:
             rows = {"head": table, "head_bias": bias}
             known = {k: a[: early.vocabulary] for k, a in rows.items() if a is not None}
             trees[early.name] = trees[early.name] | known
+    return trees
+
+
+def with_folded_heads(params: Tree, config: ModelConfig) -> Tree:
+    """Return the trees of a model's exits, where a low-rank head has one table instead of two.
+
+    Its table [v, d] becomes one of its own, [v, r]: the state's projection on r dimensions is not
+    brought back to d of them. `params` is as in `with_known_rows`.
+    """
+    trees = dict(params["exits"])
+    for e, early in enumerate(config.exits):
+        if early.head_rank and early.name in trees:
+            table, p = head(params, config, e).table, trees[early.name]
+            narrow = jnp.einsum(
+                "vd,rd->vr", table, p["low_rank"]["up"], preferred_element_type=jnp.float32
+            )
+            down = {"down": p["low_rank"]["down"]}
+            trees[early.name] = p | {"head": narrow.astype(table.dtype), "low_rank": down}
     return trees
 
 
@@ -249,18 +267,26 @@ def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = L
       x: [b, t, d], from `attend`.
 
     Returns:
-      [b, t, d], what the head reads.
+      [b, t, d], what the head reads; [b, t, r] if its table is folded (`with_folded_heads`).
     """
     p, x = _unnormed(params, config, e, x, axes)
+    return shards.gather_from_stream(_normed(p, x, config), axes)
+
+
+def _normed(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
+    """Apply an exit's norm and low-rank projection, if its parameters p have them."""
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)
-    return shards.gather_from_stream(x, axes)
+    if "low_rank" in p:
+        x = layers.project(x, p["low_rank"]["down"])
+        x = layers.project(x, p["low_rank"]["up"]) if "up" in p["low_rank"] else x
+    return x
 
 
 def _unnormed(params, config, e, x, axes):
     """Return the parameters of exit e that `read` uses, and x before its norm."""
     p = exit_params(params, config, e)
-    names = ("norm",) if "block" in p else ("mlp", "mlp_norm", "norm")
+    names = ("norm", "low_rank") if "block" in p else ("mlp", "mlp_norm", "norm", "low_rank")
     p = gathered({name: part for name, part in p.items() if name in names})
     return p, after_mlp(p, x, config, axes)
 
@@ -295,6 +321,8 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
     def statistics():
         p, x = _unnormed(params, config, e, h[:, None], axes)
         norm = p.get("norm", {})
+        if "low_rank" in p:  # stands between the norm and the head
+            x, norm = _normed(p, x, config), {}
         return _statistics(
             head(params, config, e),
             shards.gather_from_stream(x, axes)[:, 0],

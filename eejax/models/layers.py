@@ -391,6 +391,11 @@ def _add_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
     return (y.astype(jnp.float32) + bias).astype(y.dtype)
 
 
+def project(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Multiply states x [b, t, i] by w [i, o]."""
+    return _product(_rows(x), w).reshape(*x.shape[:2], -1)
+
+
 def mlp(p: Tree, x: jax.Array, config: ModelConfig, axes: Axes = LOCAL) -> jax.Array:
     """Apply the MLP: down(act(gate x) * up x), or down(act(up x)).
 

@@ -137,9 +137,19 @@ def exit_(config: ModelConfig, e: ExitConfig) -> Tree:
         tree["block"] = layer(config)
     if e.norm:
         tree["norm"] = _norm(config)
+    if e.head_rank:
+        tree["low_rank"] = _low_rank(config, e.head_rank)
     if e.router:
         tree["router"] = router(config, e.router)
     return tree
+
+
+def _low_rank(config: ModelConfig, rank: int) -> Tree:
+    d = config.d_model
+    return {
+        "down": _matrix((d, rank), ("d", "r"), d),
+        "up": _matrix((rank, d), ("r", "d"), rank),
+    }
 
 
 def router(config: ModelConfig, width: int) -> Tree:

@@ -19,6 +19,8 @@ from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.models.positions import mean_visible
 
+APART = ("head", "low_rank", "router")  # parameters of an exit that `exit_weights` leaves out
+
 
 def weights(declared: Tree) -> int:
     """Count the weights of declared parameters that a token is multiplied with: their matrices."""
@@ -36,13 +38,18 @@ def layer_weights(config: ModelConfig) -> int:
 def exit_weights(config: ModelConfig, e: int) -> int:
     """Count those of exit e's own MLP and block, without its head and its router."""
     own = params.exit_(config, config.exits[e])
-    return weights({k: v for k, v in own.items() if k not in ("head", "router")})
+    return weights({k: v for k, v in own.items() if k not in APART})
 
 
 def head_weights(config: ModelConfig, e: int) -> int:
-    """Count those of exit e's head: v d for the v tokens that it knows. The final exit is last."""
-    known = config.exits[e].vocabulary if e < config.n_exits else 0
-    return (known or config.padded_vocab) * config.d_model
+    """Count those of exit e's head: v d for the v tokens that it knows. The final exit is last.
+
+    A head of rank r has d r to project a state, and v r.
+    """
+    early = config.exits[e] if e < config.n_exits else None
+    known, rank = (early.vocabulary, early.head_rank) if early else (0, 0)
+    rows = known or config.padded_vocab
+    return (config.d_model + rows) * rank if rank else rows * config.d_model
 
 
 def attention(config: ModelConfig, positions: float) -> float:

@@ -142,7 +142,8 @@ class Scope:
 
         def one(path, p):
             top, last = path_name(path).split("/")[0], path_name(path).split("/")[-2:]
-            of_head = top == "shared_head" or last[-1] in ("head", "head_bias") or "norm" in last
+            of_head = top == "shared_head" or last[-1] in ("head", "head_bias")
+            of_head |= "norm" in last or "low_rank" in last
             moves = top in trunk if self.part == "trunk" else top not in trunk and of_head
             return np.full(p.shape[:1] if top == "layers" else (), float(moves), np.float32)
 

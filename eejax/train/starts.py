@@ -30,10 +30,12 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
       e: the exit.
 
     Returns:
-      norm: the final exit's. head, head_bias: the final exit's output embedding. mlp: that of the
-      layer below the boundary (above it at boundary 0), or its first `mlp_width` columns, with the
-      norm it reads. block: the last layer. The contribution of MLP and block to the residual stream
-      starts at zero. Parameters without a counterpart in the model are left out.
+      norm: the final exit's. head, head_bias: the final exit's output embedding. low_rank: the
+      dimensions of the state that change the head's logits most, its leading right singular
+      vectors. mlp: that of the layer below the boundary (above it at boundary 0), or its first
+      `mlp_width` columns, with the norm it reads. block: the last layer. The contribution of MLP
+      and block to the residual stream starts at zero. Parameters without a counterpart in the model
+      are left out.
 
     Raises:
       ConfigError: a block in a model with norms on the residual stream itself, where no block
@@ -45,10 +47,9 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
     if "head_bias" in final:
         tree["head_bias"] = final["head_bias"]
     if e.head == "own":
-        where = head_name(config, config.n_exits)
-        tables = {"own": final, "tied": base["embed"], "shared": base}
-        names = {"own": "head", "tied": "tokens", "shared": "shared_head"}
-        tree["head"] = tables[where][names[where]]
+        tree["head"] = _final_table(base, config)
+    if e.head_rank:
+        tree["low_rank"] = _leading_dimensions(_final_table(base, config), e.head_rank)
     if e.mlp:
         layer = jax.tree.map(lambda a: a[max(e.boundary, 1) - 1], base["layers"])
         one_norm = config.residual == "parallel_one_norm"
@@ -70,6 +71,22 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
         tree["block"] = _silent_block(layer, config)
     # The exit computes in its own memory: a donated step must not give away the model's.
     return jax.tree.map(jnp.copy, tree)
+
+
+def _final_table(base: Tree, config: ModelConfig) -> jax.Array:
+    """Return the final exit's output embedding, [v, d]."""
+    where = head_name(config, config.n_exits)
+    tables = {"own": base["final"], "tied": base["embed"], "shared": base}
+    names = {"own": "head", "tied": "tokens", "shared": "shared_head"}
+    return tables[where][names[where]]
+
+
+def _leading_dimensions(table: jax.Array, rank: int) -> Tree:
+    """Return the projection on the leading right singular vectors of a table [v, d], and back."""
+    products = jnp.einsum("vd,ve->de", table, table, preferred_element_type=jnp.float32)
+    _, vectors = jnp.linalg.eigh(products)  # by ascending eigenvalue
+    vectors = vectors[:, -rank:].astype(table.dtype)
+    return {"down": vectors, "up": vectors.T}
 
 
 def _silent_block(layer: Tree, config: ModelConfig) -> Tree:

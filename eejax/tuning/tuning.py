@@ -43,7 +43,11 @@ class Tuning(NamedTuple):
 
 
 def check_exits(
-    config: ModelConfig, boundaries: Sequence[int], kind: ExitKind, vocabulary: int | None
+    config: ModelConfig,
+    boundaries: Sequence[int],
+    kind: ExitKind,
+    vocabulary: int | None,
+    head_rank: int,
 ) -> tuple[int, ...]:
     """Return the boundaries of exits to tune, ascending; arguments are those of `tune_model`.
 
@@ -57,6 +61,16 @@ def check_exits(
             vocabulary,
             f"must be a number of tokens up to {config.vocab_size}, 0 for all, or None",
         )
+    ranks = {e.head_rank for e in config.exits if e.head_rank}
+    require(
+        is_integer(head_rank)
+        and 0 <= head_rank < config.d_model
+        and (head_rank == 0 or ranks <= {head_rank}),
+        "head_rank",
+        head_rank,
+        f"must be a number of dimensions below {config.d_model}, or 0 for all"
+        + "".join(f"; the model's exits have {r}" for r in ranks),
+    )
     listed = isinstance(boundaries, Sequence | set | frozenset) and not isinstance(boundaries, str)
     require(
         listed
@@ -105,6 +119,7 @@ def tune_model(
     *,
     kind: ExitKind = "mlp",
     vocabulary: int | None = None,
+    head_rank: int = 0,
     windows: int,
     folder: str | os.PathLike,
     about: Mapping[str, Any] | None = None,
@@ -124,6 +139,7 @@ def tune_model(
         ("mlp"), or a transformer block.
       vocabulary: `ExitConfig.vocabulary` of new exits. By default it holds nine tenths of the final
         exit's predictions on the text, and all tokens where that is over half of them.
+      head_rank: `ExitConfig.head_rank` of new exits.
       windows: maximum number of windows of text.
       folder: where states are kept, and what an interrupted tuning resumes from.
       about: further settings that the tuning depends on, such as its text.
@@ -137,7 +153,7 @@ def tune_model(
     """
     config, watch = model.config, watch or (lambda text: None)
     require_count("windows", windows)
-    chosen = check_exits(config, boundaries, kind, vocabulary)
+    chosen = check_exits(config, boundaries, kind, vocabulary, head_rank)
     whole, has = with_exits(
         model.params,
         config,
@@ -145,6 +161,7 @@ def tune_model(
         mlp=kind in WITH_MLP,
         block=kind == "block",
         mlp_width=mlp_width(config, kind),
+        head_rank=head_rank,
     )
     folder = pathlib.Path(folder)
     there = folder.exists() and not folder.is_dir()

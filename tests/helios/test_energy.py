@@ -165,6 +165,12 @@ def test_an_exit_multiplies_with_the_tokens_that_it_knows():
     assert whole - fewer == 2 * (HEAD - 10 * D)
 
 
+def test_a_head_of_few_dimensions_is_two_small_matrices():
+    first, second = CONFIG.exits
+    narrow = CONFIG.replace(exits=(dataclasses.replace(first, head_rank=3), second))
+    assert energy.token_work(narrow, 0) == (2 * (D + V) * 3, 2 * (D + V) * 3)
+
+
 def test_a_batch_shares_weights_but_no_keys_and_values():
     alone, four = (energy.token_work(CONFIG, 2, batch=n) for n in (1, 4))
     assert four == (alone.flops, alone.bytes / 4)

@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
         ExitConfig(1, router=4),
         ExitConfig(2, block=True, router=4),
         ExitConfig(3, mlp=True, head="own", temperature=0.9, router=4, mlp_width=12),
-        ExitConfig(4, router=4),
+        ExitConfig(4, router=4, head_rank=24),
         ExitConfig(5, norm=False, head="own"),
     ),
 )

@@ -191,15 +191,17 @@ def test_several_requests_look_up_each_in_its_own_text(model, exit_drafts):
 def test_early_exits_verify_drafts_of_the_text(model, prompts, threshold):
     """Tokens, exits and log-probabilities are those of every layer run for each."""
     rules = dict(threshold=threshold, exits=[1, 2], gate="margin")
+    buckets = (8 * len(prompts),)  # one row count, as each is compiled
     expected = Generator.make(model, CONFIG, "posthoc").generate(prompts, 40, **rules)
     for more in (dict(), dict(drafts=2)):
-        options = EngineOptions(cap=8, lookup=5, **more)
+        options = EngineOptions(cap=8, buckets=buckets, lookup=5, **more)
         got = Generator.make(model, CONFIG, options).generate(prompts, 40, **rules)
         np.testing.assert_array_equal(expected.tokens, got.tokens)
         np.testing.assert_array_equal(expected.exits, got.exits)
         np.testing.assert_allclose(expected.logprobs, got.logprobs, atol=1e-4)
         assert got.accepted.any() and (got.accepted <= got.drafted).all()
-    alone = Generator.make(model, CONFIG, EngineOptions(cap=8)).generate(prompts, 40, **rules)
+    options = EngineOptions(cap=8, buckets=buckets)
+    alone = Generator.make(model, CONFIG, options).generate(prompts, 40, **rules)
     assert not alone.drafted.any()
 
 
@@ -207,7 +209,8 @@ def test_a_model_without_exits_drafts_from_its_text_too(model):
     bare, config = {**model, "exits": {}}, CONFIG.replace(exits=())
     full = Generator.make(bare, config, "full").generate([PROMPT], 40)
     for prompts in ([PROMPT], [PROMPT, PROMPT[:9]]):
-        text = Generator.make(bare, config, EngineOptions(lookup=5)).generate(prompts, 40)
+        options = EngineOptions(cap=8, buckets=(16,), lookup=5)
+        text = Generator.make(bare, config, options).generate(prompts, 40)
         np.testing.assert_array_equal(full.tokens[0], text.tokens[0])
         assert text.accepted[0].any() and (text.layers[0] == 0).any()
 
@@ -219,7 +222,7 @@ def test_texts_of_several_slots_take_fewer_passes(model):
     expected = [full.generate([prompt], n).ids(0) for prompt, n in asked]
     ends = [expected[1][-4]]  # also of other requests
     for n in (0, 5):
-        own = USUAL | dict(lookup=n, adapt=False)
+        own = USUAL | dict(buckets=(24,), lookup=n, adapt=False)
         engine = EarlyExitEngine.make(model, CONFIG, EngineOptions("speculative", **own), slots=3)
         scheduler = Scheduler(engine)
         numbers = [
@@ -276,7 +279,7 @@ def test_a_mesh_looks_up_too(model):
 
 
 def test_each_data_shard_searches_its_own_texts(model):
-    prompts, own = [PROMPT, PROMPT[:9]], dict(cap=8, lookup=5)
+    prompts, own = [PROMPT, PROMPT[:9]], dict(cap=8, buckets=(16,), lookup=5)
     one = Generator.make(model, CONFIG, EngineOptions(**own)).generate(prompts, 30)
     two = Generator.make(model, CONFIG, EngineOptions(**own), MeshConfig(data=2))
     got = two.generate(prompts, 30)

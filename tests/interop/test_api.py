@@ -232,6 +232,29 @@ def test_mlps_of_new_exits_are_as_wide_as_those_of_others(small_run, tmp_path):
             wide.tune(source, [2], kind="adapter", **size)
 
 
+def test_heads_of_new_exits_read_as_many_dimensions_as_asked(small_run, tmp_path):
+    model, text = eejax.load(small_run), dataclasses.__file__
+    size = dict(tokens=2000, length=32, passes=2, vocabulary=0, watch=lambda line: None)
+    made = model.tune(text, [0, 2], kind="norm", head_rank=4, **size)
+    assert [e.head_rank for e in made.config.exits] == [4, 0, 0]  # the others were there
+    assert made.tuning.after[0].loss < made.tuning.before[0].loss
+    own = made.params["exits"]["exit_0"]["low_rank"]
+    assert {k: v.shape for k, v in own.items()} == {"down": (16, 4), "up": (4, 16)}
+    products = own["up"] @ own["up"].T  # of orthonormal dimensions, before they are tuned
+    assert not np.allclose(products, np.eye(4), atol=1e-4)
+    drafted = made.generate("def f(", 12, draft_exit=0, stop_token_ids=())
+    assert drafted[0] == model.generate("def f(", 12, stop_token_ids=())[0]
+    made.save(tmp_path / "saved")
+    again = eejax.load(tmp_path / "saved")
+    assert again.config.exits == made.config.exits
+    np.testing.assert_array_equal(again.params["exits"]["exit_0"]["low_rank"]["up"], own["up"])
+    for wrong in (-1, 16, True, 0.5):
+        with pytest.raises(ConfigError, match=f"^head_rank = {wrong}: must be a number of dimens"):
+            model.tune(text, [0], head_rank=wrong, **size)
+    with pytest.raises(ConfigError, match=r"^head_rank = 5: .*; the model's exits have 4\.$"):
+        made.tune(text, [1], head_rank=5, **size)
+
+
 def test_new_exits_know_what_the_text_needs(small_run, tmp_path, monkeypatch):
     """This model finds the end of a document likely, which is the last of 257 tokens."""
     monkeypatch.setattr(tuning, "KNOWN_SHARE", 0.6)

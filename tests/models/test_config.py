@@ -63,6 +63,14 @@ BASE = dict(vocab_size=50, n_layers=6, d_model=32, n_heads=4, context_length=64)
             r"mlp_width = \[9\]: must be at most d_ff \(8\)",
         ),
         (
+            dict(exits=(ExitConfig(1, head_rank=3), ExitConfig(2, head_rank=4))),
+            r"head_rank = \[3, 4\]: must be the same for all exits that have one",
+        ),
+        (
+            dict(d_model=16, exits=(ExitConfig(1, head_rank=16),)),
+            r"head_rank = \[16\]: must be less than d_model \(16\), or 0 for all dimensions",
+        ),
+        (
             dict(head_dim=2, rotary=RotaryConfig(scaling="ntk", factor=2.0)),
             "scaling = 'ntk': needs more than 2 rotated dimensions",
         ),
@@ -85,6 +93,8 @@ def test_invalid_models_are_refused_by_name(changes, message):
         (lambda: ExitConfig(2, mlp=True, mlp_width=False), "mlp_width = False: must be a positive"),
         (lambda: ExitConfig(2, mlp=True, mlp_width=0.0), "mlp_width = 0.0: must be a positive"),
         (lambda: ExitConfig(2, router=False), "router = False: must be a positive"),
+        (lambda: ExitConfig(2, head_rank=-1), "head_rank = -1: must be a positive number of dim"),
+        (lambda: ExitConfig(2, head_rank=True), "head_rank = True: must be a positive number"),
         (lambda: ExitConfig(2, mlp_width=4), "mlp_width = 4: has no effect.*Set mlp = True"),
         (lambda: ExitConfig(2, temperature=True), "temperature = True"),
         (lambda: RotaryConfig(scaling="llama3"), "original_context"),

@@ -89,7 +89,11 @@ EXITS = {
     "none": (),
     "boundary 0": (X(0),),
     "middle": (X(2, head="own"),),
-    "several": (X(1), X(2, head="own", norm=False), X(3, mlp=True, temperature=2.0, mlp_width=6)),
+    "several": (
+        X(1, head_rank=3),
+        X(2, head="own", norm=False, head_rank=3),
+        X(3, mlp=True, temperature=2.0, mlp_width=6),
+    ),
     "last stage": (X(3, head="shared"), X(4, head="own")),
     "blocks": (X(0, head="shared"), X(1, block=True), X(3, mlp=True, block=True, head="own")),
 }

@@ -192,6 +192,8 @@ def exit_logits(params, c, tokens, positions=None, segments=None):
             x = layer(own["block"], x, c, window, positions, segments)
         if "norm" in own:
             x = norm(own["norm"], x, c)
+        if "low_rank" in own:
+            x = x @ own["low_rank"]["down"] @ own["low_rank"]["up"]
         tables = {
             "own": own.get("head"),
             "tied": p["embed"]["tokens"],

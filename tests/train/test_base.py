@@ -447,6 +447,15 @@ def test_exits_with_routers_are_not_trained(base, tune):
         Experiment.from_dict(values | {"train": {"base": str(base)}})
 
 
+def test_a_low_rank_head_is_a_part_of_the_heads():
+    config = ModelConfig(23, 2, 16, 2, 16, exits=(ExitConfig(1, head_rank=4),))
+    for part in ("trunk", "heads"):
+        moved = Scope(config, part=part).moved["exits"]["exit_1"]["low_rank"]
+        assert {k: float(v) for k, v in moved.items()} == dict.fromkeys(
+            ("down", "up"), float(part == "heads")
+        )
+
+
 def test_a_part_without_parameters_is_refused():
     config = ModelConfig(23, 2, 16, 2, 16, head="tied", final_norm=False)
     with pytest.raises(

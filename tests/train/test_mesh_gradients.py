@@ -128,7 +128,7 @@ FIXED = {
         head_bias=True,
         n_kv_heads=2,
         qk_norm="full",
-        exits=(ExitConfig(1, block=True),),
+        exits=(ExitConfig(1, block=True, head_rank=5),),
     ),
     "shared": dict(
         residual="parallel",
@@ -139,7 +139,7 @@ FIXED = {
         qkv_bias=True,
         qk_norm="head",
         norm_placement="pre",
-        exits=(ExitConfig(1, head="shared", mlp=True, temperature=1.7, mlp_width=8),),
+        exits=(ExitConfig(1, head="shared", mlp=True, temperature=1.7, mlp_width=8, head_rank=5),),
     ),
 }
 

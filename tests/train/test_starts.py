@@ -37,6 +37,7 @@ def drawn(draw) -> ModelConfig:
         block=placement != "post" and maybe(True, False),
         temperature=maybe(1.0, 0.7),
         head=maybe("tied", "own", *["shared"] * (own == "shared")),
+        head_rank=maybe(0, 0, 3, 23),
     )
     if e.mlp:
         e = dataclasses.replace(e, mlp_width=maybe(0, 1, 7, 20))
@@ -99,8 +100,12 @@ def lens(config: ModelConfig, base, e: ExitConfig, x: np.ndarray, labels: np.nda
         "tied": base["embed"]["tokens"],
         "shared": base.get("shared_head"),
     }
-    table = final[config.head if e.head == "own" else e.head]
-    y = x @ np.asarray(table, np.float64).T + np.asarray(base["final"].get("head_bias", 0.0))
+    last = np.asarray(final[config.head], np.float64)
+    if e.head_rank:  # the part of the state that the final head's best approximation reads
+        _, _, vectors = np.linalg.svd(last, full_matrices=False)
+        x = x @ vectors[: e.head_rank].T @ vectors[: e.head_rank]
+    table = last if e.head == "own" else np.asarray(final[e.head], np.float64)
+    y = x @ table.T + np.asarray(base["final"].get("head_bias", 0.0))
     if config.logit_softcap is not None:
         y = config.logit_softcap * np.tanh(y / config.logit_softcap)
     y = (y / e.temperature)[..., : config.vocab_size]

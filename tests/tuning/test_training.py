@@ -23,7 +23,11 @@ CONFIG = ModelConfig(
     d_model=16,
     n_heads=2,
     context_length=LENGTH,
-    exits=(ExitConfig(0), ExitConfig(1, block=True, mlp=True), ExitConfig(2, mlp=True, head="own")),
+    exits=(
+        ExitConfig(0, head_rank=5),
+        ExitConfig(1, block=True, mlp=True),
+        ExitConfig(2, mlp=True, head="own"),
+    ),
 )
 
 

@@ -16,7 +16,9 @@ from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig, make_mesh
 
 PLAIN = ModelConfig(vocab_size=61, n_layers=2, d_model=8, n_heads=2, context_length=16, d_ff=12)
-EXITS = PLAIN.replace(exits=(ExitConfig(1, mlp=True, head="own", router=4, mlp_width=4),))
+EXITS = PLAIN.replace(
+    exits=(ExitConfig(1, mlp=True, head="own", router=4, mlp_width=4, head_rank=3),)
+)
 WEIGHTS = "model.safetensors"
 
 

@@ -1,4 +1,4 @@
-"""Exits that know the first tokens of a vocabulary alone, in every engine."""
+"""Exits that know the first tokens alone, or read few dimensions of a state, in every engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
 from eejax.inference.options import draft_cost
 from eejax.inference.weights import prepare
-from eejax.models import exits, params
+from eejax.kernels import call
+from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig
 
-KNOWN, NEW = 24, 10
+KNOWN, RANK, NEW = 24, 6, 10
 CONFIG = ModelConfig(
     vocab_size=61,
     vocab_multiple=8,
@@ -31,7 +32,7 @@ CONFIG = ModelConfig(
     logit_softcap=20.0,
     exits=(
         ExitConfig(1, mlp=True, vocabulary=KNOWN),
-        ExitConfig(2, head="own", temperature=0.8, vocabulary=KNOWN + 4),
+        ExitConfig(2, head="own", temperature=0.8, vocabulary=KNOWN + 4, head_rank=RANK),
     ),
 )
 EARLY = dict(gate="max_probability", threshold=[0.3, 0.25])
@@ -56,7 +57,7 @@ def posthoc(model):
     return run(model, "posthoc", **EARLY)
 
 
-def test_tokens_are_those_of_a_float64_model_without_the_others(model, posthoc):
+def test_tokens_are_those_of_a_float64_model(model, posthoc):
     """Beside uncached logits, of which an exit drops those that it does not know."""
     left = 0
     for prompt, tokens, numbers in zip(PROMPTS, posthoc.tokens, posthoc.exits, strict=True):
@@ -85,8 +86,12 @@ def test_engines_agree(model, posthoc, engine):
     assert (got.tokens[got.exits == 1] < KNOWN + 4).all()
 
 
-def test_drafts_change_no_text(model):
-    drafting = EngineOptions("speculative", adapt=False)  # its number of drafts would be 0
+@pytest.mark.parametrize("boundary", [1, 2])
+def test_drafts_change_no_text(model, boundary):
+    # The number of drafts would be 0 if it adapted.
+    drafting = EngineOptions(
+        "speculative", draft_exit=boundary, drafts=2, buckets=(4,), adapt=False
+    )
     full, drafted = run(model, "full"), run(model, drafting)
     np.testing.assert_array_equal(full.tokens, drafted.tokens)
     assert drafted.drafted.sum() > 0 and (full.tokens >= KNOWN).any()
@@ -106,7 +111,8 @@ def test_weights_hold_the_rows_that_are_known(model):
     trees = prepare(model, CONFIG).params["exits"]
     table = np.asarray(model["embed"]["tokens"])
     np.testing.assert_array_equal(trees["exit_1"]["head"], table[:KNOWN])
-    assert trees["exit_2"]["head"].shape == (KNOWN + 4, 32)
+    assert trees["exit_2"]["head"].shape == (KNOWN + 4, RANK)
+    assert trees["exit_2"]["low_rank"].keys() == {"down"}
     assert "head" not in model["exits"]["exit_1"]
     assert model["exits"]["exit_2"]["head"].shape == (64, 32)
     assert prepare(model, CONFIG, 1).params["exits"].keys() == {"exit_1"}
@@ -127,6 +133,21 @@ def test_statistics_and_label_logits_are_those_of_masked_logits(model):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("kernels", [False, True], ids=["logits", "kernels"])
+def test_a_head_of_few_dimensions_gives_the_logits_of_its_two_matrices(model, monkeypatch, kernels):
+    folded, seen = prepare(model, CONFIG).params, []
+    tokens = np.random.default_rng(2).integers(0, 61, (1, 7)).astype(np.int32)
+    transformer.exit_states(model, CONFIG, tokens, tap=lambda _, x: seen.append(x[0]) or x)
+    wanted = reference_model.exit_logits(model, CONFIG, tokens[0])[1][:, : KNOWN + 4]
+    monkeypatch.setattr(call, "by_kernels", lambda: kernels)
+    reader = exits.reader(folded, CONFIG, 1, seen[1])
+    y = np.asarray(reader.logits())
+    np.testing.assert_allclose(y[:, : KNOWN + 4], wanted, rtol=1e-4, atol=1e-4)
+    assert (y[:, KNOWN + 4 :] < -1e8).all()
+    if kernels:
+        np.testing.assert_array_equal(reader.statistics().token, wanted.argmax(-1))
+
+
 def test_a_draft_costs_what_it_reads():
     drafting = EngineOptions("speculative", draft_exit=1)
     one = CONFIG.replace(exits=CONFIG.exits[:1])
@@ -134,7 +155,10 @@ def test_a_draft_costs_what_it_reads():
     layer = sum(np.prod(p.shape) for p in jax.tree.leaves(params.layer(one), is_leaf=declared))
     step = 3 * layer + 64 * 32
     saved = draft_cost(whole, drafting) - draft_cost(one, drafting)
-    assert saved == pytest.approx((61 - KNOWN) * 32 / step)
+    assert saved == pytest.approx((64 - KNOWN) * 32 / step)
+    narrow = one.replace(exits=(dataclasses.replace(whole.exits[0], head_rank=RANK),))
+    saved = draft_cost(whole, drafting) - draft_cost(narrow, drafting)
+    assert saved == pytest.approx((64 * 32 - (64 + 32) * RANK) / step)
 
 
 def declared(leaf) -> bool:
