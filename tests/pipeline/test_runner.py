@@ -92,7 +92,7 @@ EXITS = {
     "several": (
         X(1, head_rank=3),
         X(2, head="own", norm=False, head_rank=3),
-        X(3, mlp=True, temperature=2.0, mlp_width=6),
+        X(3, mlp=True, temperature=2.0, mlp_width=8),
     ),
     "last stage": (X(3, head="shared"), X(4, head="own")),
     "blocks": (X(0, head="shared"), X(1, block=True), X(3, mlp=True, block=True, head="own")),
