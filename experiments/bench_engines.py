@@ -274,14 +274,14 @@ def bytes_ratios(params, config, length: int) -> list[float]:
     They are bytes of weights and caches.
     """
     from eejax.common.trees import nbytes, slice_layers
-    from eejax.models import exits
+    from eejax.models import exits, work
 
     def read(e):
         depth = config.exit_boundaries[e]
         size = np.dtype(config.dtype).itemsize
         cache = 2 * depth * length * config.n_kv_heads * config.head_dim * size
-        head = nbytes(exits.head(params, config, e).table)
-        own = {k: v for k, v in exits.exit_params(params, config, e).items() if k != "head"}
+        head = work.head_weights(config, e) * size
+        own = {k: v for k, v in exits.exit_params(params, config, e).items() if k not in work.APART}
         return nbytes(slice_layers(params["layers"], 0, depth)) + nbytes(own) + head + cache
 
     whole = read(config.n_exits)
