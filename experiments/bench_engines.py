@@ -275,13 +275,16 @@ def bytes_ratios(params, config, length: int) -> list[float]:
     """
     from eejax.common.trees import nbytes, slice_layers
     from eejax.models import exits, work
+    from eejax.models.params import for_compute
+
+    params = for_compute(params, config.dtype)
 
     def read(e):
         depth = config.exit_boundaries[e]
         size = np.dtype(config.dtype).itemsize
         cache = 2 * depth * length * config.n_kv_heads * config.head_dim * size
-        head = work.head_weights(config, e) * size
-        own = {k: v for k, v in exits.exit_params(params, config, e).items() if k not in work.APART}
+        head = work.head_weights(config, e, decoding=True) * size
+        own = work.without_head(exits.exit_params(params, config, e))
         return nbytes(slice_layers(params["layers"], 0, depth)) + nbytes(own) + head + cache
 
     whole = read(config.n_exits)

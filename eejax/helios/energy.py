@@ -184,9 +184,6 @@ def token_work(
     cast = partial(params.for_compute, dtype=config.dtype)
     held = jax.eval_shape(cast, params.shapes(config))
 
-    def own(tree):
-        return {k: v for k, v in tree.items() if k not in work.APART}
-
     passed = [e.name for e in config.exits[: exit + 1]]
     share, itemsize = (
         config.exit_boundaries[exit] / config.n_layers,
@@ -195,11 +192,11 @@ def token_work(
 
     def each(tree, size) -> float:
         """Return the sum of `size` over the layers and exits that the token goes through."""
-        parts = [size(own(tree["exits"][name])) for name in passed]
-        parts += [size(own(tree["final"]))] if exit == most else []
+        parts = [size(work.without_head(tree["exits"][name])) for name in passed]
+        parts += [size(work.without_head(tree["final"]))] if exit == most else []
         return size(tree["layers"]) * share + sum(parts)
 
-    heads = sum(work.head_weights(config, e) for e in range(exit + 1))
+    heads = sum(work.head_weights(config, e, decoding=True) for e in range(exit + 1))
     weights = heads + config.exit_boundaries[exit] * work.layer_weights(config)
     weights += sum(work.exit_weights(config, e) for e in range(len(passed)))
     windows = [config.window(i) for i in range(config.exit_boundaries[exit])]

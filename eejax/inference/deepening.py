@@ -54,10 +54,11 @@ def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) 
     require(have < depth <= most, "depth", depth, f"must be in {have + 1}..{most}")
     new, there = unstack_segments(host, config, depth, first=have), weights.params
     apart = unlayered_params(host, config, depth)
-    exits = {k: v for k, v in apart.pop("exits").items() if k not in there["exits"]}
+    added = {k: v for k, v in apart.pop("exits").items() if k not in there["exits"]}
+    added = exits.with_small_heads(host | {"exits": added}, config)
     apart = {k: v for k, v in apart.items() if k not in there}
-    new, apart, exits = jax.device_put((new, apart, exits))
-    apart |= there | {"exits": there["exits"] | exits}
+    new, apart, added = jax.device_put((new, apart, added))
+    apart |= there | {"exits": there["exits"] | added}
     return weights.replace(segments=(*weights.segments, *new), params=apart)
 
 

@@ -291,10 +291,9 @@ def draft_cost(config: ModelConfig, options: EngineOptions) -> float:
         return 0.0
     declared = params.abstract(config)
     layer = size(params.layer(config))
-    read = {k: v for k, v in exits.exit_params(declared, config, 0).items() if k not in work.APART}
-    below = config.exit_boundaries[0] * layer + size(read) + work.head_weights(config, 0)
-    whole = config.n_layers * layer + work.head_weights(config, config.n_exits)
-    return below / whole
+    below = config.exit_boundaries[0] * layer + work.head_weights(config, 0, decoding=True)
+    below += size(work.without_head(exits.exit_params(declared, config, 0)))
+    return below / (config.n_layers * layer + work.head_weights(config, config.n_exits))
 
 
 def verify_cost(config: ModelConfig, options: EngineOptions, slots: int) -> tuple[float, float]:

@@ -108,7 +108,14 @@ def weights(config: ModelConfig, num_segments: int | None, mesh: Mesh) -> Weight
     rest = {k: v for k, v in _given(config, num_segments, mesh).items() if k != "layers"}
     if rest["exits"]:
         named = {name: model["exits"][name] for name in rest["exits"]}
-        rest["exits"] = derived(lambda p: exits.fuse(p, config), named)
+
+        def ready(named: Tree) -> Tree:
+            if not axes.model:
+                tables = map_params(lambda p: jnp.zeros(p.shape, config.dtype), model)
+                named = exits.with_small_heads(tables | {"exits": named}, config)
+            return exits.fuse(named, config)
+
+        rest["exits"] = derived(ready, named)
         for p in rest["exits"].values():
             if "block" in p:
                 _own_heads(p["block"], config, axes.model)

@@ -49,8 +49,7 @@ def prepare(
     params = for_compute(params, config.dtype)
     rest = unlayered_params(params, config, n)
     if not axes.model:  # each shard has rows of every exit's
-        rest["exits"] = exits.with_known_rows(rest, config)
-        rest["exits"] = exits.with_folded_heads(rest, config)
+        rest["exits"] = exits.with_small_heads(rest, config)
     rest["exits"] = exits.fuse(rest["exits"], config, axes)
     return Weights(unstack_segments(params, config, n, axes), rest, axes)
 

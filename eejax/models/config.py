@@ -57,9 +57,9 @@ class ExitConfig:
         it measured; None if it is not known.
       mlp_width: width of the MLP, the same for all exits; 0 for that of the layers. A narrow one is
         an adapter (Houlsby et al. 2019): it costs a drafting exit less.
-      head_rank: the head reads a projection of the state on so many dimensions, the same for all
-        exits that have one; 0 for the state itself. Engines read v r numbers of a head of rank r
-        where it has v d, and the exit still knows every token.
+      head_rank: rank r of the projection of the state that the head reads, the same for all exits
+        that have one; 0 for none. Where no devices share the model, an engine reads v r weights of
+        such a head in place of v d, and the exit still knows every token.
     """
 
     boundary: int

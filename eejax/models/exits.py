@@ -41,7 +41,8 @@ class Head(NamedTuple):
     """An output embedding.
 
     Attributes:
-      table: [v, d], or its local rows under vocabulary parallelism.
+      table: [v, d], or its local rows under vocabulary parallelism. Below, d stands for the rank r
+        where a low-rank head is folded (`with_small_heads`).
       bias: [v] or None. Either may be a `Spread`, which `losses.multi_exit.exits_loss` gathers.
       options: static options.
     """
@@ -93,21 +94,20 @@ def with_known_rows(params: Tree, config: ModelConfig) -> Tree:
     return trees
 
 
-def with_folded_heads(params: Tree, config: ModelConfig) -> Tree:
-    """Return the trees of a model's exits, where a low-rank head has one table instead of two.
+def with_small_heads(params: Tree, config: ModelConfig) -> Tree:
+    """Return the trees of a model's exits with heads that hold what decoding reads.
 
-    Its table [v, d] becomes one of its own, [v, r]: the state's projection on r dimensions is not
-    brought back to d of them. `params` is as in `with_known_rows`.
+    They have the rows that the exit knows (`with_known_rows`). Of a low-rank head, `up` is
+    multiplied into the table, [v, d] to [v, r], and the exit keeps only `down`.
     """
-    trees = dict(params["exits"])
+    trees = with_known_rows(params, config)
     for e, early in enumerate(config.exits):
         if early.head_rank and early.name in trees:
-            table, p = head(params, config, e).table, trees[early.name]
-            narrow = jnp.einsum(
-                "vd,rd->vr", table, p["low_rank"]["up"], preferred_element_type=jnp.float32
-            )
-            down = {"down": p["low_rank"]["down"]}
-            trees[early.name] = p | {"head": narrow.astype(table.dtype), "low_rank": down}
+            table = head(params | {"exits": trees}, config, e).table
+            down, up = (trees[early.name]["low_rank"][name] for name in ("down", "up"))
+            narrow = jnp.einsum("vd,rd->vr", table, up, preferred_element_type=jnp.float32)
+            small = {"head": narrow.astype(table.dtype), "low_rank": {"down": down}}
+            trees[early.name] = trees[early.name] | small
     return trees
 
 
@@ -267,13 +267,13 @@ def read(params: Tree, config: ModelConfig, e: int, x: jax.Array, axes: Axes = L
       x: [b, t, d], from `attend`.
 
     Returns:
-      [b, t, d], what the head reads; [b, t, r] if its table is folded (`with_folded_heads`).
+      [b, t, d], what the head reads; [b, t, r] if it is folded (`with_small_heads`).
     """
     p, x = _unnormed(params, config, e, x, axes)
-    return shards.gather_from_stream(_normed(p, x, config), axes)
+    return shards.gather_from_stream(_before_head(p, x, config), axes)
 
 
-def _normed(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
+def _before_head(p: Tree, x: jax.Array, config: ModelConfig) -> jax.Array:
     """Apply an exit's norm and low-rank projection, if its parameters p have them."""
     if "norm" in p:
         x = layers.norm(p["norm"], x, config)
@@ -321,8 +321,8 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
     def statistics():
         p, x = _unnormed(params, config, e, h[:, None], axes)
         norm = p.get("norm", {})
-        if "low_rank" in p:  # stands between the norm and the head
-            x, norm = _normed(p, x, config), {}
+        if "low_rank" in p:  # the projection follows the norm, so the kernel cannot apply it
+            x, norm = _before_head(p, x, config), {}
         return _statistics(
             head(params, config, e),
             shards.gather_from_stream(x, axes)[:, 0],

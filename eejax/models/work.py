@@ -19,8 +19,6 @@ from eejax.models import params
 from eejax.models.config import ModelConfig
 from eejax.models.positions import mean_visible
 
-APART = ("head", "low_rank", "router")  # parameters of an exit that `exit_weights` leaves out
-
 
 def weights(declared: Tree) -> int:
     """Count the weights of declared parameters that a token is multiplied with: their matrices."""
@@ -37,19 +35,24 @@ def layer_weights(config: ModelConfig) -> int:
 @functools.cache
 def exit_weights(config: ModelConfig, e: int) -> int:
     """Count those of exit e's own MLP and block, without its head and its router."""
-    own = params.exit_(config, config.exits[e])
-    return weights({k: v for k, v in own.items() if k not in APART})
+    return weights(without_head(params.exit_(config, config.exits[e])))
 
 
-def head_weights(config: ModelConfig, e: int) -> int:
+def without_head(tree: Tree) -> Tree:
+    """Return an exit's parameters without those of its head and its router."""
+    return {k: v for k, v in tree.items() if k not in ("head", "low_rank", "router")}
+
+
+def head_weights(config: ModelConfig, e: int, *, decoding: bool = False) -> int:
     """Count those of exit e's head: v d for the v tokens that it knows. The final exit is last.
 
-    A head of rank r has d r to project a state, and v r.
+    A head of rank r has 2 d r more to project a state and to bring it back. With `decoding` it is
+    folded (`exits.with_small_heads`) and has d r and v r.
     """
-    early = config.exits[e] if e < config.n_exits else None
+    early, d = config.exits[e] if e < config.n_exits else None, config.d_model
     known, rank = (early.vocabulary, early.head_rank) if early else (0, 0)
     rows = known or config.padded_vocab
-    return (config.d_model + rows) * rank if rank else rows * config.d_model
+    return (d + rows) * rank if decoding and rank else rows * d + 2 * d * rank
 
 
 def attention(config: ModelConfig, positions: float) -> float:

@@ -28,9 +28,9 @@ class TuneConfig:
 
     Attributes:
       part: "all", or the part that is trained while the rest stays as it is: "trunk" (the embedding
-        and the layers), "heads" (the norms and output embeddings of all exits, except a tied one),
-        or "exits" (the early exits, on layers that are run and not differentiated: EE-Tuning, Pan
-        et al. 2024).
+        and the layers), "heads" (the norms, projections and output embeddings of all exits, except
+        a tied one), or "exits" (the early exits, on layers that are run and not differentiated:
+        EE-Tuning, Pan et al. 2024).
       exits: boundaries of the exits that "exits" trains, () for all.
       start: initial values of new exits: "copy" as the logit lens (`train.starts.copied_exit`),
         "random" by `train.seed`. An exit of the base continues from its values there.
@@ -113,7 +113,8 @@ class Scope:
                 "tune.exits",
                 name,
                 "must be an exit with parameters of its own, and this one has none",
-                "Give it a norm, a head, an mlp or a block in model.exits, or leave it out.",
+                "Give it a norm, a head, a head_rank, an mlp or a block in model.exits, or leave "
+                "it out.",
             )
 
     @property

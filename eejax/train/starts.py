@@ -31,8 +31,8 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
 
     Returns:
       norm: the final exit's. head, head_bias: the final exit's output embedding. low_rank: the
-      dimensions of the state that change the head's logits most, its leading right singular
-      vectors. mlp: that of the layer below the boundary (above it at boundary 0), or its first
+      dimensions of the state that change the exit's logits most, the leading right singular vectors
+      of its table. mlp: that of the layer below the boundary (above it at boundary 0), or its first
       `mlp_width` columns, with the norm it reads. block: the last layer. The contribution of MLP
       and block to the residual stream starts at zero. Parameters without a counterpart in the model
       are left out.
@@ -47,9 +47,10 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
     if "head_bias" in final:
         tree["head_bias"] = final["head_bias"]
     if e.head == "own":
-        tree["head"] = _final_table(base, config)
+        tree["head"] = _table(base, config, e)
     if e.head_rank:
-        tree["low_rank"] = _leading_dimensions(_final_table(base, config), e.head_rank)
+        known = _table(base, config, e)[: e.vocabulary or config.vocab_size]
+        tree["low_rank"] = _leading_dimensions(known, e.head_rank)
     if e.mlp:
         layer = jax.tree.map(lambda a: a[max(e.boundary, 1) - 1], base["layers"])
         one_norm = config.residual == "parallel_one_norm"
@@ -73,9 +74,14 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
     return jax.tree.map(jnp.copy, tree)
 
 
-def _final_table(base: Tree, config: ModelConfig) -> jax.Array:
-    """Return the final exit's output embedding, [v, d]."""
-    where = head_name(config, config.n_exits)
+def _table(base: Tree, config: ModelConfig, e: ExitConfig) -> jax.Array:
+    """Return the output embedding [v, d] that exit e begins with.
+
+    It is the final exit's where the exit has its own, and where the head of the final exit becomes
+    a shared one.
+    """
+    copied = e.head == "own" or (e.head == "shared" and "shared_head" not in base)
+    where = head_name(config, config.n_exits) if copied else e.head
     tables = {"own": base["final"], "tied": base["embed"], "shared": base}
     names = {"own": "head", "tied": "tokens", "shared": "shared_head"}
     return tables[where][names[where]]
@@ -83,7 +89,9 @@ def _final_table(base: Tree, config: ModelConfig) -> jax.Array:
 
 def _leading_dimensions(table: jax.Array, rank: int) -> Tree:
     """Return the projection on the leading right singular vectors of a table [v, d], and back."""
-    products = jnp.einsum("vd,ve->de", table, table, preferred_element_type=jnp.float32)
+    products = jnp.einsum(
+        "vd,ve->de", table, table, precision="highest", preferred_element_type=jnp.float32
+    )
     _, vectors = jnp.linalg.eigh(products)  # by ascending eigenvalue
     vectors = vectors[:, -rank:].astype(table.dtype)
     return {"down": vectors, "up": vectors.T}

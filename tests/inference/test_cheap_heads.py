@@ -13,12 +13,14 @@ from near_ties import assert_same
 
 from eejax.common.errors import ConfigError
 from eejax.inference import EngineOptions, Generator
+from eejax.inference.deepening import more_weights, on_host
 from eejax.inference.options import draft_cost
 from eejax.inference.weights import prepare
 from eejax.kernels import call
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
 from eejax.sharding.mesh import MeshConfig
+from eejax.train.starts import copied_exit
 
 KNOWN, RANK, NEW = 24, 6, 10
 CONFIG = ModelConfig(
@@ -92,9 +94,11 @@ def test_drafts_change_no_text(model, boundary):
     drafting = EngineOptions(
         "speculative", draft_exit=boundary, drafts=2, buckets=(4,), adapt=False
     )
+    second = copied_exit(model, CONFIG, CONFIG.exits[1])  # random ones would never be right
+    model = model | {"exits": model["exits"] | {"exit_2": second}}
     full, drafted = run(model, "full"), run(model, drafting)
     np.testing.assert_array_equal(full.tokens, drafted.tokens)
-    assert drafted.drafted.sum() > 0 and (full.tokens >= KNOWN).any()
+    assert drafted.accepted.sum() > 0 and (full.tokens >= KNOWN).any()
 
 
 def test_sampled_tokens_are_known(model):
@@ -102,8 +106,10 @@ def test_sampled_tokens_are_known(model):
     assert (got.exits[:, 1:] == 0).all() and (got.tokens[:, 1:] < KNOWN).all()
 
 
-def test_a_mesh_masks_what_one_device_leaves_out(model, posthoc):
-    got = run(model, "posthoc", mesh=MeshConfig(model=2), **EARLY)
+@pytest.mark.parametrize("mesh", [MeshConfig(model=2), MeshConfig(data=2)], ids=["model", "data"])
+def test_a_mesh_gives_what_one_device_gives(model, posthoc, mesh):
+    """Shards of a model mask rows that one device leaves out, and have heads of all dimensions."""
+    got = run(model, "posthoc", mesh=mesh, **EARLY)
     assert assert_same(posthoc, got) == 0
 
 
@@ -146,6 +152,34 @@ def test_a_head_of_few_dimensions_gives_the_logits_of_its_two_matrices(model, mo
     assert (y[:, KNOWN + 4 :] < -1e8).all()
     if kernels:
         np.testing.assert_array_equal(reader.statistics().token, wanted.argmax(-1))
+
+
+def test_rounded_to_bfloat16_a_folded_head_is_as_near_to_float64(model):
+    config = CONFIG.replace(dtype="bfloat16")
+    cast, tables = params.for_compute(model, "bfloat16"), prepare(model, config).params
+    assert tables["exits"]["exit_2"]["head"].dtype == "bfloat16"
+    x = np.asarray(jax.random.normal(jax.random.key(3), (9, 32)), "bfloat16")
+    own = reference_model.tree64(model)["exits"]["exit_2"]
+    exact = reference_model.norm(own["norm"], x.astype(np.float64), CONFIG)
+    exact = exact @ own["low_rank"]["down"] @ own["low_rank"]["up"] @ own["head"][: KNOWN + 4].T
+    exact = 20 * np.tanh(exact / 20) / 0.8
+    folded, whole = (
+        np.abs(exits.reader(tree, config, 1, x).logits()[:, : KNOWN + 4] - exact).max()
+        for tree in (tables, cast)
+    )
+    assert folded < 1.5 * whole < 0.1 * np.abs(exact).max()
+
+
+def test_exits_that_are_added_later_have_small_heads_too(model):
+    first = prepare(model, CONFIG, 1)
+    grown = more_weights(first, on_host(model, CONFIG), CONFIG, 3)
+    for a, b in zip(*map(named_leaves, (grown, prepare(model, CONFIG))), strict=True):
+        assert a[0] == b[0]
+        np.testing.assert_array_equal(a[1], b[1])
+
+
+def named_leaves(tree):
+    return [(jax.tree_util.keystr(k), a) for k, a in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def test_a_draft_costs_what_it_reads():

@@ -155,14 +155,14 @@ def test_a_run_remembers_where_its_base_lies(text, base, tmp_path, monkeypatch):
 def test_exits_are_added_and_a_head_becomes_shared(text, base, tmp_path):
     config = configuration(text, base, steps=1, checkpoint_every=0)
     config.model.exits = (
-        {"boundary": 0, "head": "shared", "mlp": True},
+        {"boundary": 0, "head": "shared", "mlp": True, "head_rank": 3},
         {"boundary": 2, "head": "own"},
     )
     config.exit_weights.weights = (0.5, 0.5, 0.5)
     experiment = bases.with_base(config, tmp_path)
     old = load_run(base)
     assert experiment.model.exits == (
-        ExitConfig(0, mlp=True, head="shared", temperature=1.3),  # the model's
+        ExitConfig(0, mlp=True, head="shared", temperature=1.3, head_rank=3),  # the model's
         *old.config.exits,
         ExitConfig(2, head="own", temperature=1.3),
     )

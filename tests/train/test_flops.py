@@ -50,11 +50,11 @@ def test_heads_of_exits_cost_their_share_of_the_tokens():
         assert extra == pytest.approx(share * 2 * 6 * 50 * 8)
 
 
-def test_a_head_of_few_dimensions_costs_its_two_matrices():
+def test_a_projection_costs_its_two_matrices_beside_the_head():
     narrow = PLAIN.replace(exits=(ExitConfig(1, head_rank=3),))
-    assert exit_heads_flops_per_token(narrow) == 6 * (8 + 50) * 3
+    assert exit_heads_flops_per_token(narrow) == 6 * (50 * 8 + 2 * 8 * 3)
     extra = model_flops_per_token(narrow, 16) - model_flops_per_token(PLAIN, 16)
-    assert extra == pytest.approx(6 * (8 + 50) * 3)
+    assert extra == pytest.approx(6 * (50 * 8 + 2 * 8 * 3))
 
 
 def test_an_exit_block_costs_a_layer_more():

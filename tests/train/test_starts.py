@@ -100,11 +100,10 @@ def lens(config: ModelConfig, base, e: ExitConfig, x: np.ndarray, labels: np.nda
         "tied": base["embed"]["tokens"],
         "shared": base.get("shared_head"),
     }
-    last = np.asarray(final[config.head], np.float64)
-    if e.head_rank:  # the part of the state that the final head's best approximation reads
-        _, _, vectors = np.linalg.svd(last, full_matrices=False)
+    table = np.asarray(final[config.head if e.head == "own" else e.head], np.float64)
+    if e.head_rank:  # the part of the state that the table's best approximation reads
+        _, _, vectors = np.linalg.svd(table, full_matrices=False)
         x = x @ vectors[: e.head_rank].T @ vectors[: e.head_rank]
-    table = last if e.head == "own" else np.asarray(final[e.head], np.float64)
     y = x @ table.T + np.asarray(base["final"].get("head_bias", 0.0))
     if config.logit_softcap is not None:
         y = config.logit_softcap * np.tanh(y / config.logit_softcap)
