@@ -1,4 +1,4 @@
-"""Lossless decoding of a real model, by kind of prompt, beside full depth and transformers.
+"""Lossless decoding of a real model, by kind of prompt, beside full depth and other libraries.
 
     eejax bench real --tuned=models/smollm2-exits --json
 
@@ -16,7 +16,8 @@ acceptance promises a gain on this device (`calibration.drafting_exit`), else `t
 Reported: `lossless_speedup`, the mean over categories of seconds of "full" over those of the
 default way, both summed over the greedy runs; `lowest_speedup`, the smallest of them;
 `tokens_differ`, tokens of any way that are not those of "full". With --peer, which needs `make
-bench-env` and a GGUF file, also `full_vs_transformers`. Intervals are 95 % bootstraps over runs.
+bench-env` and a GGUF file, also `full_vs_transformers` and, on a CPU, `full_vs_llama_cpp_f32`,
+`_bf16` and `_q8_0`, the same weights in these types. Intervals are 95 % bootstraps over runs.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import json
 import os
 import pathlib
 import random
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,7 +36,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from eejax.experiments import data_sets, launch, peer_device
+from eejax.experiments import data_sets, launch, llama_cpp, peer_device
 from eejax.experiments.conversation import encoder_of
 from eejax.experiments.decode_times import program, with_layers_of
 
@@ -49,7 +51,7 @@ _NEW = flags.DEFINE_integer("new", 96, "Tokens to generate for a prompt.", lower
 _RUNS = flags.DEFINE_integer("runs", 2, "Timed runs of a prompt in each way.", lower_bound=1)
 _LONGEST = flags.DEFINE_integer("longest", 928, "Most tokens of a prompt.", lower_bound=16)
 _TEMPERATURE = flags.DEFINE_float("temperature", 0.7, "Of sampled runs.", lower_bound=0.0)
-_PEER = flags.DEFINE_bool("peer", True, "Measure transformers too.")
+_PEER = flags.DEFINE_bool("peer", True, "Measure transformers and llama.cpp too.")
 _JSON = flags.DEFINE_bool("json", False, "Print one JSON object as the last line.")
 
 FULL, BOTH, EXIT, TEXT, UNTUNED = "full", "exit_and_text", "exit", "text", "untuned"
@@ -111,6 +113,7 @@ def main() -> None:
     model = eejax.load(_MODEL.value)
     chosen = prompts(model)
     generators, boundary, default = generators_of(model)
+    ends = model.tokenizer.end_ids
     result: dict[str, Any] = {
         "model": _MODEL.value,
         "tuned": _TUNED.value,
@@ -120,9 +123,8 @@ def main() -> None:
         "new": _NEW.value,
     }
     if _PEER.value:
-        result |= against_transformers(generators[FULL], chosen, cores)
+        result |= against_peers(generators[FULL], chosen, ends, cores)
         launch.say(json.dumps(result))  # in case a later part fails
-    ends = model.tokenizer.end_ids
     greedy, differ = run(generators, chosen, ends, 0.0)
     result["greedy"] = {name: runs.summary() for name, runs in greedy.items()}
     ways = {way: g for way, g in generators.items() if way in (FULL, default)}
@@ -248,44 +250,58 @@ def unequal(want: Sequence[int], got: Sequence[int]) -> int:
     return sum(a != b for a, b in zip(want, got, strict=False)) + abs(len(want) - len(got))
 
 
-def against_transformers(full, chosen, threads: int) -> dict[str, Any]:
-    """Time whole greedy calls of "full" and of transformers' `generate` of the same file."""
+def against_peers(full, chosen, ends: Sequence[int], threads: int) -> dict[str, Any]:
+    """Time whole greedy calls of "full", of transformers' `generate` and of llama.cpp.
+
+    They have the same file's weights, which llama.cpp reads in its own types too. Tokens are
+    compared up to the first that ends a text.
+    """
     from eejax.analysis.pairs import total_ratio
     from eejax.checkpoint.hf.packages import find
 
     path = find(_MODEL.value) or pathlib.Path(_MODEL.value)
-    peer = peer_device.generator_of_gguf(path, threads)
-    seconds: dict[str, list[float]] = {"ours": [], "theirs": []}
-    differ = tokens = 0
+    asked = [ids for prompts in chosen.values() for ids in prompts]
+    with tempfile.TemporaryDirectory() as folder:
+        peers = peers_of(path, pathlib.Path(folder), threads, max(map(len, asked)) + _NEW.value)
+        seconds: dict[str, list[float]] = {name: [] for name in (FULL, *peers)}
+        differ, compiled = collections.Counter(), set()
+        ways = {FULL: lambda ids, new: full.generate([ids], new).ids(0)} | peers
+        for ids in asked:
+            if program(full.config, ids, _NEW.value) not in compiled:
+                ways[FULL](ids, _NEW.value)
+            compiled.add(program(full.config, ids, _NEW.value))
+            got = {}
+            for way, generate in ways.items():
+                time.sleep(0.3)  # a peer's threads spin a while after their work
+                begin = time.perf_counter()
+                got[way] = generate(ids, _NEW.value)
+                seconds[way].append(time.perf_counter() - begin)
+            # llama.cpp emits no token that ends a text where it is to go on.
+            n = next((i for i, t in enumerate(got[FULL]) if t in ends), _NEW.value)
+            differ.update({way: unequal(got[way][:n], got[FULL][:n]) for way in peers})
+    tokens = len(asked) * _NEW.value
+    found: dict[str, Any] = {"full_tokens_per_second": tokens / sum(seconds[FULL])}
+    for way in peers:
+        ratio = total_ratio(seconds[way], seconds[FULL])
+        found[f"full_vs_{way}"] = ratio.median
+        found[f"full_vs_{way}_interval"] = [ratio.low, ratio.high]
+        found[f"{way}_tokens_per_second"] = tokens / sum(seconds[way])
+        found[f"tokens_unlike_{way}"] = differ[way]
+    return found | {"peer_device": peer_device.described(peer_device.torch_device())}
 
-    def ours(ids: list[int]) -> list[int]:
-        return full.generate([ids], _NEW.value).ids(0)
 
-    def theirs(ids: list[int]) -> list[int]:
-        return peer(ids, _NEW.value)
-
-    ways: dict[str, Callable[[list[int]], list[int]]] = {"ours": ours, "theirs": theirs}
-    compiled = set()
-    for ids in (ids for asked in chosen.values() for ids in asked):
-        if program(full.config, ids, _NEW.value) not in compiled:
-            ours(ids)
-        compiled.add(program(full.config, ids, _NEW.value))
-        got = {}
-        for way, generate in ways.items():
-            time.sleep(0.3)  # torch's threads spin a while after their work
-            begin = time.perf_counter()
-            got[way] = generate(ids)
-            seconds[way].append(time.perf_counter() - begin)
-        differ += unequal(got["theirs"], got["ours"])
-        tokens += len(got["ours"])
-    ratio = total_ratio(seconds["theirs"], seconds["ours"])
-    return {
-        "full_vs_transformers": ratio.median,
-        "full_vs_transformers_interval": [ratio.low, ratio.high],
-        "transformers_tokens_per_second": tokens / sum(seconds["theirs"]),
-        "tokens_unlike_transformers": differ,
-        "peer_device": peer_device.described(peer_device.torch_device()),
-    }
+def peers_of(
+    path: pathlib.Path, folder: pathlib.Path, threads: int, context: int
+) -> dict[str, Callable[[list[int], int], list[int]]]:
+    """Return greedy generation of the peers by name; llama.cpp's, from PyPI, is for CPUs alone."""
+    peers = {"transformers": peer_device.generator_of_gguf(path, threads)}
+    if peer_device.torch_device() == "cpu":
+        launch.say(f"llama.cpp: {llama_cpp.described()}")
+        for kind in llama_cpp.KINDS:
+            file, cache = folder / f"{kind}.gguf", "F32" if kind == "F32" else "F16"
+            llama_cpp.write_as(path, file, kind)
+            peers[f"llama_cpp_{kind.lower()}"] = llama_cpp.generator(file, threads, context, cache)
+    return peers
 
 
 if __name__ == "__main__":
