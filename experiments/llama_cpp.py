@@ -16,7 +16,8 @@ KINDS = ("F32", "BF16", "Q8_0")
 def write_as(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
     """Write a GGUF file's model to another file, its matrices dequantised and stored as `kind`.
 
-    Metadata, and vectors such as those of norms, stay as they are.
+    Vectors such as those of norms stay as they are, and so does metadata but for the type of the
+    file, which would no longer be true.
     """
     import gguf
 
@@ -24,7 +25,7 @@ def write_as(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
-            continue  # the writer's own
+            continue  # the first two are the writer's own
         element = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(name, field.contents(), field.types[0], sub_type=element)
     for tensor in reader.tensors:
@@ -45,7 +46,8 @@ def generator(
 ) -> Callable[[list[int], int], list[int]]:
     """Return llama.cpp's greedy generation with a GGUF file, on a CPU, through its own server.
 
-    It takes the token ids of a prompt and the number of tokens to return, ends of text or not.
+    It takes the token ids of a prompt and the number of tokens to return. Tokens that end a text
+    are never among them.
 
     Args:
       context: most tokens of a prompt and its continuation.
@@ -62,12 +64,13 @@ def generator(
     params.cache_type_k = params.cache_type_v = getattr(xllamacpp.ggml_type, f"GGML_TYPE_{cache}")
     server = xllamacpp.Server(params)
     rules = dict(temperature=0.0, ignore_eos=True, cache_prompt=False, return_tokens=True)
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # past any proxy
 
     def generate(ids: list[int], new: int) -> list[int]:
         body = json.dumps(dict(prompt=ids, n_predict=new, **rules)).encode()
         address = f"{server.listening_address}/completion"
         asked = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(asked) as answer:
+        with direct.open(asked) as answer:
             return json.load(answer)["tokens"]
 
     generate(list(range(8)), 8)

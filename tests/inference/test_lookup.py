@@ -192,15 +192,21 @@ def test_several_requests_look_up_each_in_its_own_text(model, exit_drafts):
 def test_early_exits_verify_drafts_of_the_text(model, prompts, threshold):
     """Tokens, exits and log-probabilities are those of every layer run for each."""
     rules = dict(threshold=threshold, exits=[1, 2], gate="margin")
-    buckets = (8 * len(prompts),)  # one row count, as each is compiled
+    most = 8 * len(prompts)  # few row counts, as each is compiled
     expected = Generator.make(model, CONFIG, "posthoc").generate(prompts, 40, **rules)
-    for more in (dict(), dict(drafts=2)):
-        options = EngineOptions(cap=8, buckets=buckets, lookup=5, **more)
+    for more in (dict(buckets=tuple({8, most})), dict(buckets=(most,), drafts=2)):
+        options = EngineOptions(cap=8, lookup=5, **more)
         got = Generator.make(model, CONFIG, options).generate(prompts, 40, **rules)
         np.testing.assert_array_equal(expected.tokens, got.tokens)
         np.testing.assert_array_equal(expected.exits, got.exits)
         np.testing.assert_allclose(expected.logprobs, got.logprobs, atol=1e-4)
         assert got.accepted.any() and (got.accepted <= got.drafted).all()
+
+
+def test_without_lookup_a_text_drafts_nothing(model):
+    rules = dict(threshold=0.3, exits=[1, 2], gate="margin")
+    alone = Generator.make(model, CONFIG, EngineOptions(cap=8, buckets=(8,)))
+    assert not alone.generate([PROMPT], 40, **rules).drafted.any()
 
 
 def test_a_model_without_exits_drafts_from_its_text_too(model):
