@@ -156,7 +156,7 @@ def prefill(
     cap: int,
     length: int,
 ) -> tuple[PipelineState, DecodeRecord]:
-    """Run the prompts through the stages in order; otherwise as `posthoc.prefill`."""
+    """Run the prompts, whole, through the stages in order; otherwise as `posthoc.prefill`."""
 
     def local(weights, tokens, request):
         state, record = pass_prompts(DecodingStage(stages, weights), cap, length, tokens, request)

@@ -1,6 +1,6 @@
 """Engines on a mesh: matrices are split over `model`, requests over `data`.
 
-The pass of the prompts and the decoding loop are one manual `shard_map` each, in which the engines'
+The run of the prompts and the decoding loop are one manual `shard_map` each, in which the engines'
 own steps run on a device's share. Every model shard has the logits of the whole vocabulary, so all
 of them decide alike and take the same branches. Data shards share nothing but the program: each
 runs as many layers and steps as its own requests need.

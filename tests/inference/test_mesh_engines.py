@@ -14,7 +14,7 @@ from near_ties import TIE, assert_same
 
 from eejax.common.errors import ConfigError
 from eejax.gates.confidence import GATES
-from eejax.inference import AutoGenerator, EngineOptions, Generator
+from eejax.inference import AutoGenerator, EngineOptions, Generator, posthoc
 from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.policy import ExitPolicy, available_gates
 from eejax.inference.sampling import SamplingParams
@@ -94,11 +94,22 @@ PAIRS = [
 ]
 
 
+def prefill_in_chunks(monkeypatch):
+    """Run prompts in chunks of 16 positions, as many as the longest one of a data shard needs.
+
+    Programs that were compiled before stay as they are.
+    """
+    for device in posthoc.PREFILL_CHUNKS:
+        monkeypatch.setitem(posthoc.PREFILL_CHUNKS, device, 16)
+
+
 @pytest.mark.parametrize("engine, mesh", PAIRS)
-def test_engines_equal_those_of_one_device(engine, mesh):
+def test_engines_equal_those_of_one_device(engine, mesh, monkeypatch):
     g, exits = generator(ENGINES[engine], mesh), set()
     same = "posthoc" if engine == "recompute" else engine  # which has the margins, too
-    for call, want in zip(CALLS, on_one_device(same), strict=True):
+    wanted = on_one_device(same)  # whose prompts run in one chunk
+    prefill_in_chunks(monkeypatch)
+    for call, want in zip(CALLS, wanted, strict=True):
         got = g.generate(ASKED, STEPS, **call)
         exits |= set(want.exits[want.exits >= 0].tolist())
         assert min(want.margins[want.exits >= 0]) > TIE  # equal to the token: there are no ties
@@ -115,15 +126,16 @@ def test_engines_equal_those_of_one_device(engine, mesh):
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("1x2", marks=pytest.mark.slow), "1x4"])
-def test_forms_for_a_gpu_equal_those_of_one_cpu(mesh):
+def test_forms_for_a_gpu_equal_those_of_one_cpu(mesh, monkeypatch):
     """On the second mesh, exits' blocks and layers take the KV head that a shard needs."""
+    want = on_one_device("posthoc")[0]
+    prefill_in_chunks(monkeypatch)
     shape = MeshConfig(data=MESHES[mesh][0], model=MESHES[mesh][1])
     with kernels.compute_capability(90), kernels.implementation("reference"):
         g = Generator.make(weights(CONFIG), CONFIG, ENGINES["recompute"], shape)
         got = g.generate(ASKED, STEPS, **CALLS[0])
     exit_ = next(iter(g.weights.params["exits"].values()))
     assert "qkv" in exit_["block"]["attn"] and "gate_up" in exit_["mlp"]
-    want = on_one_device("posthoc")[0]
     np.testing.assert_array_equal(got.tokens, want.tokens)
     np.testing.assert_array_equal(got.exits, want.exits)
     np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
