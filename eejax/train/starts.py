@@ -49,8 +49,7 @@ def copied_exit(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
     if e.head == "own":
         tree["head"] = _table(base, config, e)
     if e.head_rank:
-        known = _table(base, config, e)[: e.vocabulary or config.vocab_size]
-        tree["low_rank"] = _leading_dimensions(known, e.head_rank)
+        tree["low_rank"] = leading_dimensions(base, config, e)
     if e.mlp:
         layer = jax.tree.map(lambda a: a[max(e.boundary, 1) - 1], base["layers"])
         one_norm = config.residual == "parallel_one_norm"
@@ -87,13 +86,17 @@ def _table(base: Tree, config: ModelConfig, e: ExitConfig) -> jax.Array:
     return tables[where][names[where]]
 
 
-def _leading_dimensions(table: jax.Array, rank: int) -> Tree:
-    """Return the projection on the leading right singular vectors of a table [v, d], and back."""
+def leading_dimensions(base: Tree, config: ModelConfig, e: ExitConfig) -> Tree:
+    """Return the first `low_rank` of an exit, as `copied_exit` does for all its parameters.
+
+    It projects on the leading right singular vectors of the rows that the exit knows, and back.
+    """
+    table = _table(base, config, e)[: e.vocabulary or config.vocab_size]
     products = jnp.einsum(
         "vd,ve->de", table, table, precision="highest", preferred_element_type=jnp.float32
     )
     _, vectors = jnp.linalg.eigh(products)  # by ascending eigenvalue
-    vectors = vectors[:, -rank:].astype(table.dtype)
+    vectors = vectors[:, -e.head_rank :].astype(table.dtype)
     return {"down": vectors, "up": vectors.T}
 
 

@@ -18,6 +18,7 @@ from eejax.checkpoint.settings import require_same_settings
 from eejax.common.errors import is_integer, require, require_count, require_one_of
 from eejax.losses.cross_entropy import IGNORE
 from eejax.models.config import ModelConfig
+from eejax.train.starts import leading_dimensions
 from eejax.tuning import states
 from eejax.tuning.training import ExitQuality, TuningOptions, train_exits
 
@@ -184,12 +185,15 @@ def tune_model(
             f"new exits know {known} of {config.vocab_size} tokens, which are {share:.1%} of the "
             "final exit's predictions"
         )
-    old = {e.boundary for e in config.exits}
-    has = has.replace(
-        exits=tuple(
-            e if e.boundary in old else dataclasses.replace(e, vocabulary=known) for e in has.exits
-        )
-    )
+    old, trees = {e.boundary for e in config.exits}, dict(whole["exits"])
+    exits = [
+        e if e.boundary in old else dataclasses.replace(e, vocabulary=known) for e in has.exits
+    ]
+    has = has.replace(exits=tuple(exits))
+    for e in exits:
+        if known and e.head_rank and e.boundary not in old:  # of the rows that it knows now
+            trees[e.name] = trees[e.name] | {"low_rank": leading_dimensions(whole, has, e)}
+    whole = whole | {"exits": trees}
     found = train_exits(whole, has, kept, options, watch=watch)
     params = whole | {"exits": whole["exits"] | found.exits}
     share = {q.boundary: round(q.agreement, 3) for q in found.after}

@@ -257,6 +257,26 @@ def test_heads_of_new_exits_read_as_many_dimensions_as_asked(small_run, tmp_path
         made.tune(text, [1], head_rank=5, **size)
 
 
+def test_the_first_projection_is_the_best_one_for_the_rows_that_are_known(small_run, monkeypatch):
+    model, seen = eejax.load(small_run), []
+
+    def train(params, config, *rest, **more):
+        seen.append((params, config))
+        return real(params, config, *rest, **more)
+
+    real = tuning.train_exits
+    monkeypatch.setattr(tuning, "train_exits", train)
+    size = dict(tokens=500, length=32, passes=1, watch=lambda line: None)
+    model.tune(dataclasses.__file__, [0], kind="norm", head_rank=4, vocabulary=40, **size)
+    [(params, config)] = seen
+    assert (config.exits[0].vocabulary, config.exits[0].head) == (40, "tied")
+    table = np.asarray(params["embed"]["tokens"], np.float64)
+    wanted, whole = (np.linalg.svd(a)[2][:4] for a in (table[:40], table))
+    down, up = (params["exits"]["exit_0"]["low_rank"][name] for name in ("down", "up"))
+    np.testing.assert_allclose(down @ up, wanted.T @ wanted, atol=1e-4)
+    assert np.abs(wanted.T @ wanted - whole.T @ whole).max() > 0.01
+
+
 def test_new_exits_know_what_the_text_needs(small_run, tmp_path, monkeypatch):
     """This model finds the end of a document likely, which is the last of 257 tokens."""
     monkeypatch.setattr(tuning, "KNOWN_SHARE", 0.6)
