@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from eejax.common.errors import ConfigError
 from eejax.experiments import data_sets, launch, llama_cpp, peer_device
 from eejax.experiments.conversation import encoder_of
 from eejax.experiments.decode_times import program, with_layers_of
@@ -156,8 +157,6 @@ def prompts(model) -> dict[str, list[list[int]]]:
             by_program.setdefault(category, {}).setdefault(one, []).append(ids)
     named = _CATEGORIES.value or list(by_program)
     if unknown := [name for name in named if name not in by_program]:
-        from eejax.common.errors import ConfigError
-
         raise ConfigError(f"--categories = {unknown}: must be of {', '.join(by_program)}.")
     rng = random.Random(0)
     return {
@@ -266,16 +265,20 @@ def against_peers(full, chosen, ends: Sequence[int], threads: int) -> dict[str, 
         seconds: dict[str, list[float]] = {name: [] for name in (FULL, *peers)}
         differ, compiled = collections.Counter(), set()
         ways = {FULL: lambda ids, new: full.generate([ids], new).ids(0)} | peers
-        for ids in asked:
+        for number, ids in enumerate(asked):
             if program(full.config, ids, _NEW.value) not in compiled:
                 ways[FULL](ids, _NEW.value)
             compiled.add(program(full.config, ids, _NEW.value))
-            got = {}
-            for way, generate in ways.items():
+            got, order = {}, list(ways)[:: -1 if number % 2 else 1]
+            for way in order:
                 time.sleep(0.3)  # a peer's threads spin a while after their work
                 begin = time.perf_counter()
-                got[way] = generate(ids, _NEW.value)
+                got[way] = ways[way](ids, _NEW.value)
                 seconds[way].append(time.perf_counter() - begin)
+            if short := [way for way in ways if len(got[way]) != _NEW.value]:
+                raise ConfigError(
+                    f"{short[0]}: gave {len(got[short[0]])} tokens where --new = {_NEW.value}."
+                )
             # llama.cpp emits no token that ends a text where it is to go on.
             n = next((i for i, t in enumerate(got[FULL]) if t in ends), _NEW.value)
             differ.update({way: unequal(got[way][:n], got[FULL][:n]) for way in peers})

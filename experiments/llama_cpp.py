@@ -12,17 +12,20 @@ from eejax.common.errors import ConfigError
 KINDS = ("F32", "BF16", "Q8_0")
 """Types of weights that eejax is timed beside."""
 
+TIMEOUT = 600.0  # seconds that an answer may take
+
 
 def write_as(source: pathlib.Path, target: pathlib.Path, kind: str) -> None:
     """Write a GGUF file's model to another file, its matrices dequantised and stored as `kind`.
 
-    Vectors such as those of norms stay as they are, and so does metadata but for the type of the
+    Vectors such as those of norms become float32. Metadata stays as it is, without the type of the
     file, which would no longer be true.
     """
     import gguf
 
     reader, stored = gguf.GGUFReader(source), gguf.GGMLQuantizationType[kind]
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    writer.data_alignment = reader.alignment  # "general.alignment" says so, if there is one
     for name, field in reader.fields.items():
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue  # the first two are the writer's own
@@ -70,7 +73,7 @@ def generator(
         body = json.dumps(dict(prompt=ids, n_predict=new, **rules)).encode()
         address = f"{server.listening_address}/completion"
         asked = urllib.request.Request(address, body, {"Content-Type": "application/json"})
-        with direct.open(asked) as answer:
+        with direct.open(asked, timeout=TIMEOUT) as answer:
             return json.load(answer)["tokens"]
 
     generate(list(range(8)), 8)

@@ -164,7 +164,8 @@ def token_work(
 
     It counts the token's layers, the heads of that exit and of all exits below, which gates on
     logits read, and the other parameters of these exits, but not routers. Products with weights are
-    those of `train.flops.model_flops_per_token`, forward only. Layers that run later for its keys
+    those of `train.flops.model_flops_per_token`, forward only, but a low-rank head's are those of
+    the two matrices that decoding reads. Layers that run later for its keys
     and values, when another token of its text goes deeper, are not counted.
 
     Args:

@@ -55,7 +55,8 @@ def more_weights(weights: Weights, host: Tree, config: ModelConfig, depth: int) 
     new, there = unstack_segments(host, config, depth, first=have), weights.params
     apart = unlayered_params(host, config, depth)
     added = {k: v for k, v in apart.pop("exits").items() if k not in there["exits"]}
-    added = exits.with_small_heads(host | {"exits": added}, config)
+    # Tables that are loaded already are not moved again.
+    added = exits.with_small_heads(host | there | {"exits": added}, config)
     apart = {k: v for k, v in apart.items() if k not in there}
     new, apart, added = jax.device_put((new, apart, added))
     apart |= there | {"exits": there["exits"] | added}

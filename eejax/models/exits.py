@@ -313,7 +313,7 @@ def reader(params: Tree, config: ModelConfig, e: int, h: jax.Array, axes: Axes =
     def logits():
         state = read(params, config, e, h[:, None], axes)[:, 0]
         y = whole_logits(head(params, config, e), state, axes)
-        unknown = config.padded_vocab - y.shape[-1]  # rows that `with_known_rows` left out
+        unknown = config.padded_vocab - y.shape[-1]  # rows that `with_small_heads` left out
         if unknown:
             y = jnp.pad(y, [(0, 0), (0, unknown)], constant_values=layers.NEGATIVE)
         return y
