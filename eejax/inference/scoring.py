@@ -1,4 +1,4 @@
-"""Scoring of existing texts with a model: one pass, without decoding."""
+"""Scoring of existing texts with a model, without decoding."""
 
 from __future__ import annotations
 
@@ -8,22 +8,26 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import require
-from eejax.common.lengths import padded_length
+from eejax.common.indexing import put_slice, take_slice
 from eejax.common.trees import map_chunks
 from eejax.inference import sharded
 from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
+from eejax.inference.options import CHUNKS
 from eejax.inference.policy import log_probability
 from eejax.inference.request import check_prompts
 from eejax.inference.sampling import argmax
 from eejax.inference.segment import SegmentRunner
 from eejax.inference.weights import Weights
+from eejax.kernels import call
 from eejax.models.cache import init_cache
 from eejax.models.config import ModelConfig
 
-CHUNK = 128  # positions whose logits exist at a time
+CHUNK = 128  # positions of given states whose logits exist at a time
+SHORTEST, GROWTH = 512, 4  # texts are padded to the first length, or to that times powers of 4
 
 
 class TextScores(NamedTuple):
@@ -50,7 +54,7 @@ def score(
 ) -> TextScores:
     """Score a text of at least two tokens with an exit, by default the last one that is loaded.
 
-    One program is compiled for each power of two of tokens. `weights` are those of an engine.
+    One program is compiled for each of `score_lengths`. `weights` are those of an engine.
 
     Raises:
       ConfigError: for unknown tokens, more tokens than the model's context, or an unknown exit.
@@ -60,33 +64,73 @@ def score(
     # A text may fill the context: nothing follows it.
     check_prompts([tokens], config, config.context_length + 1)
     require(len(tokens) > 1, "tokens", f"{len(tokens)} tokens", "must be at least two")
-    width = padded_length(len(tokens), config.context_length)
+    width = next(n for n in score_lengths(config.context_length) if n >= len(tokens))
     padded = np.zeros((1, width), np.int32)
     padded[0, : len(tokens)] = tokens
-    found = _score(weights, padded, config=config, e=e, top_logprobs=top_logprobs)
+    count = np.int32(len(tokens))
+    found = _score(weights, padded, count, config=config, e=e, top_logprobs=top_logprobs)
     return jax.tree.map(lambda a: np.asarray(a)[: len(tokens) - 1], found)
 
 
+def score_lengths(context: int) -> list[int]:
+    """Return the lengths that texts of up to `context` tokens are padded to.
+
+    Padding costs the memory of keys and values, but no time: only chunks with tokens run.
+    """
+    lengths = [min(SHORTEST, context)]
+    while lengths[-1] < context:
+        lengths.append(min(GROWTH * lengths[-1], context))
+    return lengths
+
+
 @partial(jax.jit, static_argnames=("config", "e", "top_logprobs"))
-def _score(weights, tokens, *, config, e, top_logprobs) -> TextScores:
-    run = partial(_pass, config=config, e=e, top_logprobs=top_logprobs)
+def _score(weights, tokens, count, *, config, e, top_logprobs) -> TextScores:
+    run = partial(_score_chunks, config=config, e=e, top_logprobs=top_logprobs)
     if weights.mesh is None:
-        return run(weights, tokens)
+        return run(weights, tokens, count)
     specs = sharded.weights(config, len(weights.segments), weights.mesh)
-    return sharded.shard(run, weights.mesh, (specs, P()), P())(weights, tokens)
+    return sharded.shard(run, weights.mesh, (specs, P(), P()), P())(weights, tokens, count)
 
 
-def _pass(weights, tokens, *, config, e, top_logprobs) -> TextScores:
+def _score_chunks(weights, tokens, count, *, config, e, top_logprobs) -> TextScores:
+    """Score the first `count` of tokens [1, t] in chunks; scores behind them mean nothing."""
     t = tokens.shape[1]
+    width = min(CHUNKS["gpu" if call.for_gpu() else "cpu"], t)
     runner = SegmentRunner(weights, config)
-    x = runner.embed(tokens, jnp.arange(t)[None])
-    cache = init_cache(config, 1, t, len(weights.segments), weights.axes)
-    start = jnp.zeros((1,), jnp.int32)
-    h = x
-    for i in range(e + 1):
-        x, h, _, _ = runner.run(i, x, start, cache.segments[i], cache.blocks[i])
+    labels = jnp.append(tokens[0, 1:], 0)
 
-    return score_states(runner, e, h[0], tokens[0], top_logprobs)
+    def score_chunk(start, segments, blocks):
+        x = runner.embed(
+            take_slice(tokens, (0, start), (1, width)), start + jnp.arange(width)[None]
+        )
+        h, first, segments, blocks = x, start[None], [*segments], [*blocks]
+        for i in range(e + 1):
+            x, h, segments[i], blocks[i] = runner.run(i, x, first, segments[i], blocks[i])
+        scores = _score_rows(runner, e, h[0], take_slice(labels, (start,), (width,)), top_logprobs)
+        return scores, tuple(segments), tuple(blocks)
+
+    def body(i, carry):
+        found, *cache = carry
+        # The last chunk begins earlier, and repeats some rows, where t is no multiple of the width.
+        start = jnp.minimum(i * width, t - width)
+        scores, *cache = score_chunk(start, *cache)
+        found = jax.tree.map(
+            lambda a, new: put_slice(a, new, (start,) + (0,) * (a.ndim - 1)), found, scores
+        )
+        return found, *cache
+
+    cache = init_cache(config, 1, t, len(weights.segments), weights.axes)
+    cache = cache.segments, cache.blocks
+    shapes = jax.eval_shape(score_chunk, jnp.int32(0), *cache)[0]
+    found = jax.tree.map(lambda a: jnp.zeros((t, *a.shape[1:]), a.dtype), shapes)
+    return lax.fori_loop(0, (count + width - 1) // width, body, (found, *cache))[0]
+
+
+def _score_rows(runner, e, h, labels, top_logprobs) -> TextScores:
+    """Score labels [t] after the states h [t, d] of exit e."""
+    logits = runner.reader(e, h).logits()
+    top = compute_top_logprobs(logits) if top_logprobs else None
+    return TextScores(log_probability(logits, labels), argmax(logits) == labels, top)
 
 
 def score_states(
@@ -105,10 +149,8 @@ def score_states(
       Scores of all rows, [t]; the last row has no token to score, and its scores mean nothing.
     """
 
-    def one(rows):
-        h, label = rows
-        logits = runner.reader(e, h).logits()
-        top = compute_top_logprobs(logits) if top_logprobs else None
-        return TextScores(log_probability(logits, label), argmax(logits) == label, top)
+    def score_rows(rows):
+        h, labels = rows
+        return _score_rows(runner, e, h, labels, top_logprobs)
 
-    return map_chunks(one, (h, jnp.append(tokens[1:], 0)), CHUNK)
+    return map_chunks(score_rows, (h, jnp.append(tokens[1:], 0)), CHUNK)

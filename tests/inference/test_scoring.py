@@ -9,7 +9,7 @@ import pytest
 from eejax.common.errors import ConfigError
 from eejax.inference import sharded
 from eejax.inference.logits_params import MAX_TOP_LOGPROBS
-from eejax.inference.scoring import score
+from eejax.inference.scoring import score, score_lengths
 from eejax.inference.weights import prepare
 from eejax.models import exits, params, transformer
 from eejax.models.config import ExitConfig, ModelConfig
@@ -51,6 +51,19 @@ def plain(model, tokens):
     return found
 
 
+def test_texts_of_any_length_take_few_programs(model, compiled):
+    """It comes first: what another test had compiled would not be seen."""
+    assert score_lengths(CONFIG.context_length) == [200]
+    assert score_lengths(8192) == [512, 2048, 8192] and score_lengths(3000) == [512, 2048, 3000]
+    weights = prepare(model, CONFIG)
+    score(weights, CONFIG, [1, 2])
+    assert compiled  # the listener works
+    compiled.clear()
+    for length in (3, 64, 65, 200):
+        score(weights, CONFIG, [5] * length)
+    assert not compiled
+
+
 @pytest.mark.parametrize(
     "length, mesh",
     [
@@ -58,7 +71,7 @@ def plain(model, tokens):
         (16, None),
         pytest.param(17, None, marks=pytest.mark.slow),
         (200, None),  # chunks of positions, the last one not full
-        (17, MeshConfig(model=2)),
+        (200, MeshConfig(model=2)),
     ],
 )
 def test_scores_are_those_of_a_plain_pass(model, length, mesh):
