@@ -26,8 +26,8 @@ from eejax.experiments import (
     closed_output,
     config_errors,
     config_files,
-    gpu_settings,
     interrupts,
+    jax_settings,
     library_logs,
 )
 
@@ -84,7 +84,7 @@ def run(
     which prints `interrupted`, and 1 without a message if standard output is closed.
     """
     interrupts.install()
-    gpu_settings.apply()
+    jax_settings.apply()
 
     def guarded(argv: list[str]) -> None:
         if len(argv) > 1 and not positional:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from eejax.experiments.gpu_settings import GRAPHS_FLAG
+from eejax.experiments.jax_settings import GRAPHS_FLAG
 
 SHARED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
 """For processes that share the GPU with others."""

@@ -60,7 +60,7 @@ def _process_kept() -> Iterator[None]:
         sys.exit(main(flags_parser(sys.argv)))
 
     with contextlib.ExitStack() as stack:
-        for what in ("interrupts.install", "gpu_settings.apply", "library_logs.redirect"):
+        for what in ("interrupts.install", "jax_settings.apply", "library_logs.redirect"):
             stack.enter_context(mock.patch(f"eejax.experiments.{what}"))
         stack.enter_context(mock.patch.object(launch.app, "run", run))
         try:

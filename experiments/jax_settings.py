@@ -15,29 +15,37 @@ GRAPHS_FLAG = "--xla_gpu_enable_command_buffer"
 """XLA's flag in `$XLA_FLAGS` for the operations that may become part of CUDA graphs."""
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+LIMITS = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": ("0", float),  # short compilations are many
+    "JAX_COMPILATION_CACHE_MAX_SIZE": (str(4 * 2**30), int),  # bytes; then the oldest are deleted
+}
+"""Settings of the folder that eejax chooses, each with its type."""
 
 
 def apply(environ: MutableMapping[str, str] = os.environ) -> None:
     """Make loops parts of CUDA graphs, and keep compiled programs, unless the user says otherwise.
 
-    Nothing is set where JAX has no plugin for NVIDIA GPUs, or is set to another platform.
-    `$XLA_FLAGS` gains `--xla_gpu_enable_command_buffer=+WHILE`, which makes a decoding loop one
-    graph without decisions of the host. Compiled programs go to `$JAX_COMPILATION_CACHE_DIR`, by
-    default `eejax/compiled` below `$XDG_CACHE_HOME` or `~/.cache`: an engine for many slots
-    compiles for minutes. If that folder cannot be made, they are not kept. `$XLA_FLAGS` that names
-    a file of flags stays as it is.
+    Where JAX has a plugin for NVIDIA GPUs and may use it, `$XLA_FLAGS` gains
+    `--xla_gpu_enable_command_buffer=+WHILE`, which makes a decoding loop one graph without
+    decisions of the host. `$XLA_FLAGS` that names a file of flags stays as it is.
+
+    Compiled programs go to `$JAX_COMPILATION_CACHE_DIR`, by default `eejax/compiled` below
+    `$XDG_CACHE_HOME` or `~/.cache`, which holds up to 4 GiB. If that folder cannot be made, or the
+    variable is empty, they are not kept.
     """
     platforms = (environ.get("JAX_PLATFORMS") or "cuda").split(",")
-    if not {"cuda", "gpu"} & {*platforms} or not any(map(_found, PLUGINS)):
-        return
     given = environ.get("XLA_FLAGS", "").strip()
     in_a_file = given and not given.startswith("--")  # a file's name must stand alone
-    if GRAPHS_FLAG not in given and not in_a_file:
+    gpu = {"cuda", "gpu"} & {*platforms} and any(map(_found, PLUGINS))
+    if gpu and GRAPHS_FLAG not in given and not in_a_file:
         environ["XLA_FLAGS"] = f"{given} {GRAPHS_FLAG}=+WHILE".strip()
-    if CACHE not in environ and (folder := _folder(environ.get("XDG_CACHE_HOME") or "~/.cache")):
-        environ[CACHE] = folder
+    if CACHE in environ or not (folder := _folder(environ.get("XDG_CACHE_HOME") or "~/.cache")):
+        return
+    chosen = {CACHE: (folder, str)} | {k: v for k, v in LIMITS.items() if k not in environ}
+    for name, (value, kind) in chosen.items():
+        environ[name] = value
         if environ is os.environ and "jax" in sys.modules:  # JAX has already read the environment
-            sys.modules["jax"].config.update("jax_compilation_cache_dir", environ[CACHE])
+            sys.modules["jax"].config.update(name.lower(), kind(value))
 
 
 def _folder(home: str) -> str | None:
@@ -50,8 +58,8 @@ def _folder(home: str) -> str | None:
     return str(folder) if os.access(folder, os.W_OK) else None
 
 
-def _found(plugin: str) -> bool:
+def _found(package: str) -> bool:
     try:
-        return importlib.util.find_spec(plugin) is not None
-    except ModuleNotFoundError:  # no plugin at all
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # not even the package around it
         return False
