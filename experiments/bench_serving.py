@@ -106,7 +106,7 @@ def engine_process(pipe, workdir: str, own: dict) -> None:
 
     built = ServedModel(workdir, slots=own["slots"], drafts=own["drafts"])()
     for steps in {own["steps"], STEPS_PER_CALL}:
-        EngineWorker(built, steps).warm_up()
+        EngineWorker(built._replace(first=None), steps).warm_up()
     policy = ExitPolicy.make(built.config, 1, own["threshold"], drafts=own["drafts"])
     pipe.send(None)
     while True:

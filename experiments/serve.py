@@ -311,25 +311,27 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             )
 
     with bound(_HOST.value, _PORT.value) as listening:
+        address = f"http://{_HOST.value}:{listening.getsockname()[1]}"
+        server = uvicorn.Server(
+            uvicorn.Config(
+                api,
+                log_level="warning",
+                lifespan="off",
+                timeout_graceful_shutdown=FLUSH,
+            )
+        )
+        # Requests under way are answered before the server closes their connections.
+        server.capture_signals = contextlib.nullcontext
+        running = asyncio.create_task(server.serve([listening]))
         try:
+            while not server.started and not running.done():
+                await asyncio.sleep(0.01)
+            tell(f"starting: {address}/health tells what it does; requests wait until it is ready")
             if not await unless_ended(load()):
                 if ended.result() == signal.SIGINT:
                     raise KeyboardInterrupt
                 sys.exit(128 + ended.result())
-            server = uvicorn.Server(
-                uvicorn.Config(
-                    api,
-                    log_level="warning",
-                    lifespan="off",
-                    timeout_graceful_shutdown=FLUSH,
-                )
-            )
-            # Requests under way are answered before the server closes their connections.
-            server.capture_signals = contextlib.nullcontext
-            running = asyncio.create_task(server.serve([listening]))
-            while not server.started and not running.done():
-                await asyncio.sleep(0.01)
-            tell(f"listening at http://{_HOST.value}:{listening.getsockname()[1]}")
+            tell(f"listening at {address}")
             await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
             left = api.state.server.under_way
             if left:
@@ -342,12 +344,12 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             await unless_ended(api.state.server.drain(options.grace))
             if left := api.state.server.under_way:
                 tell(f"{left} requests were not answered in time")
+        finally:
+            ended.cancel()
+            api.state.server.draining = True
             await asyncio.gather(*(service.stop(0) for service in services.values()))
             server.should_exit = True
             await running
-        finally:
-            ended.cancel()
-            await asyncio.gather(*(service.stop(0) for service in services.values()))
 
 
 def tell(text: str) -> None:
@@ -363,6 +365,8 @@ def report(name: str, metrics: Callable[[str, Any], None]) -> Callable[[str, Any
         metrics(what, value)
         if what == "starting":
             tell(f"{name}: {value}")
+        elif what == "compiled":
+            tell(f"{name}: all programs are compiled, {value:.0f} s")
         elif what == "restart":
             before, newline, last = value.strip().rpartition("\n")
             if newline:  # a traceback, whose last line is the error

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, str]]:
-    """Run `eejax serve` at any free port; yield (process, address).
+    """Run `eejax serve` at any free port; yield (process, address) when all is compiled.
 
     At the end it is terminated, and has `wait` seconds for that.
 
@@ -41,11 +41,16 @@ def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, 
         env=os.environ | {"PYTHONUNBUFFERED": "1"},
     )
     said: collections.deque[str] = collections.deque(maxlen=100)
-    address = None
+    address, left = None, set()  # models of which programs are left to compile
     for line in process.stderr:
         said.append(line)
-        if found := re.search(r"listening at (http://\S+)", line):
+        if found := re.match("(.+): loading ", line):
+            left.add(found[1])
+        elif found := re.match("(.+): all programs are compiled", line):
+            left.discard(found[1])
+        elif found := re.match(r"listening at (http://\S+)", line):
             address = found[1]
+        if address is not None and not left:
             break
 
     def read() -> None:
@@ -55,7 +60,7 @@ def server(*flags: str, wait: float = 60.0) -> Iterator[tuple[subprocess.Popen, 
     reading = threading.Thread(target=read, daemon=True)
     reading.start()
     try:
-        if address is None:
+        if address is None or left:
             process.wait(wait)
             raise RuntimeError("the server did not start: " + "".join(said))
         yield process, address

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.axes import DATA
-from eejax.common.errors import require
+from eejax.common.errors import require, require_count
 from eejax.common.lengths import power_of_two
 from eejax.common.trees import Tree
 from eejax.inference import sharded
@@ -186,6 +186,17 @@ class EarlyExitEngine(SlotEngineBase):
             "batch_costs.tune makes one.",
         )
         return cls(weights, config, options, slots, context, plan)
+
+    def with_slots(self, slots: int) -> EarlyExitEngine:
+        """Return an engine of the same weights with so many slots, on one device.
+
+        It has the row counts and the plan that are the default for them.
+        """
+        require_count("slots", slots)
+        require(self.mesh is None, "mesh", self.mesh, "must be None")
+        options = dataclasses.replace(self.options, buckets=()).resolved(self.config, slots)
+        plan = default_plan(self.config, options, slots)
+        return dataclasses.replace(self, options=options, slots=slots, plan=plan)
 
     @property
     def mesh(self) -> Mesh | None:

@@ -74,8 +74,9 @@ class ResponseBuilder(abc.ABC):
 
     prefix, kind, kind_of_chunk = "", "", ""
 
-    def __init__(self, server: ModelServer, body: form.GenerationRequest):
-        self.server, self.body, self.begin = server, body, time.monotonic()
+    def __init__(self, server: ModelServer, body: form.GenerationRequest, begin: float):
+        """Take a request that arrived at `begin` by `time.monotonic`, once its engine is ready."""
+        self.server, self.body, self.begin = server, body, begin
         self.service = server.service(body.model)
         self.ready = self.service.require_ready()
         self.response_id = f"{self.prefix}-{uuid.uuid4().hex}"
@@ -174,8 +175,8 @@ class CompletionResponse(ResponseBuilder):
     prefix, kind, kind_of_chunk = "cmpl", "text_completion", "text_completion"
     body: form.CompletionRequest
 
-    def __init__(self, server: ModelServer, body: form.CompletionRequest):
-        super().__init__(server, body)
+    def __init__(self, server: ModelServer, body: form.CompletionRequest, begin: float):
+        super().__init__(server, body, begin)
         self.scores: list[TextScores | None] = []
         self.started_choices: set[int] = set()  # choices that have sent text
         self.offsets: dict[int, TokenOffsets] = {}  # by choice
@@ -333,8 +334,8 @@ class ChatResponse(ResponseBuilder):
     prefix, kind, kind_of_chunk = "chatcmpl", "chat.completion", "chat.completion.chunk"
     body: form.ChatRequest
 
-    def __init__(self, server: ModelServer, body: form.ChatRequest):
-        super().__init__(server, body)
+    def __init__(self, server: ModelServer, body: form.ChatRequest, begin: float):
+        super().__init__(server, body, begin)
         self.started_choices: set[int] = set()
 
     @property

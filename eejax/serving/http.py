@@ -33,6 +33,7 @@ from eejax.serving.answers import (
     merged,
     rename_field,
 )
+from eejax.serving.messages import EngineReady
 from eejax.serving.metrics import ChoiceMetrics, ServerMetrics
 from eejax.serving.service import READY, EngineUnavailable, QueueFull, Service
 
@@ -53,7 +54,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
         400: "The request cannot be answered as it is.",
         401: "No valid key.",
         404: "There is no such model or page.",
-        408: "The prompt was not scored in time.",
+        408: "The prompt was not scored in time, or the engine did not start in time.",
         413: "The body is too large.",
         415: "The body is compressed.",
         429: "The queue is full.",
@@ -220,6 +221,22 @@ class ModelServer:
                     )
             raise APIError(404, message, param="model", code="model_not_found")
         return self.services[model]
+
+    async def until_ready(self, model: str | None, timeout: float | None = None) -> EngineReady:
+        """Return what a model's engine reported when it was ready; wait for one that starts.
+
+        Raises:
+          APIError: as `service`.
+          EngineUnavailable: if no engine was ready yet and none starts.
+          TimeoutError: if it takes longer than `timeout` seconds.
+        """
+        service = self.service(model)
+        try:
+            async with asyncio.timeout(timeout):
+                await service.until_started()
+        except TimeoutError as error:
+            raise TimeoutError("the engine was not ready in time") from error
+        return service.require_ready()
 
     def template(self, model: str) -> ChatTemplate:
         """Return a model's chat template. Raises `APIError` if it has none."""

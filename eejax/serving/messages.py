@@ -54,13 +54,23 @@ class EngineLoad(NamedTuple):
 
 
 class EngineStarting(NamedTuple):
-    """Progress of an engine that is not ready yet."""
+    """Progress of an engine until all its programs are compiled."""
 
     what: str
 
 
+class EngineCompiled(NamedTuple):
+    """Report that all programs of an engine that is ready are compiled.
+
+    Attributes:
+      seconds: time since its start.
+    """
+
+    seconds: float
+
+
 class EngineReady(NamedTuple):
-    """Report that the engine runs and all its programs are compiled.
+    """Report that the engine answers requests. An `EngineCompiled` follows.
 
     Attributes:
       config: configuration of the model; of a fleet, of the deepest model.
@@ -69,7 +79,7 @@ class EngineReady(NamedTuple):
       slots: number of slots.
       context: maximum tokens of a request.
       num_segments: number of loaded segments; of a fleet, those of the deepest model, whole.
-      seconds: time that loading and compiling took.
+      seconds: time since the start.
       models: configurations of a fleet's models by name, None for one model.
     """
 
@@ -125,6 +135,8 @@ class BuiltEngine(NamedTuple):
       template: the chat template, if there is one.
       fleet: builds the `Fleet`, all programs compiled, for a number of steps between two reads of
         its pipe; None for one model.
+      first: engine of the same weights and context with fewer slots, whose programs compile sooner.
+        It answers requests until those of `engine` are compiled. None if there is none.
     """
 
     engine: Any
@@ -132,6 +144,7 @@ class BuiltEngine(NamedTuple):
     tokenizer: Tokenizer
     template: TemplateSource | None = None
     fleet: Callable[[int], Any] | None = None
+    first: Any = None
 
 
 Build = Callable[[], BuiltEngine]

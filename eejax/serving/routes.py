@@ -68,6 +68,7 @@ def shown(server: ModelServer, name: str) -> dict:
     service, load = server.services[name], server.services[name].load
     fields: dict[str, Any] = dict(
         state=service.state,
+        doing=service.doing,
         restarts=service.restarts,
         running=load.running,
         waiting=load.waiting,
@@ -129,9 +130,12 @@ def fleet_members(models: Mapping[str, ModelConfig]) -> dict[str, dict]:
 
 @router.get("/health", responses={503: ERRORS[503]})
 async def health(server: Server) -> Response:
-    """Return 200 if every engine answers, else 503."""
-    states = {name: service.state for name, service in server.services.items()}
-    states = dict.fromkeys(states, DRAINING) if server.draining else states
+    """Return 200 if every engine answers, else 503, and what engines do until all is compiled."""
+    states = {}
+    for name, service in server.services.items():
+        states[name] = {"state": DRAINING if server.draining else service.state}
+        if service.doing:
+            states[name]["doing"] = service.doing
     return JSONResponse(states, 200 if server.healthy else 503)
 
 
@@ -180,7 +184,7 @@ async def model(name: str, server: Server) -> dict:
 
 @router.post("/tokenize", responses=ERRORS)
 async def tokenize(body: form.TokenizeRequest, server: Server) -> dict:
-    ready = server.service(body.model).require_ready()
+    ready = await server.until_ready(body.model)
     # Of any length: clients cut documents by their tokens.
     ids = await asyncio.to_thread(
         encode,
@@ -200,7 +204,7 @@ async def tokenizer_info(server: Server, model: str | None = None) -> dict:
     Their names are not given: `/tokenize` reads names as plain text, so clients would get other
     ids.
     """
-    ready = server.service(model).require_ready()
+    ready = await server.until_ready(model)
     return dict(
         bos_token=None,
         bos_token_id=ready.tokenizer.bos_id,
@@ -212,23 +216,31 @@ async def tokenizer_info(server: Server, model: str | None = None) -> dict:
 
 @router.post("/detokenize", responses=ERRORS)
 async def detokenize(body: form.DetokenizeRequest, server: Server) -> dict:
-    ready = server.service(body.model).require_ready()
+    ready = await server.until_ready(body.model)
     check_tokens(ready, body.tokens, "tokens")
     return {"prompt": await asyncio.to_thread(ready.tokenizer.decode, body.tokens)}
 
 
 @router.post("/v1/completions", responses=ERRORS)
 async def completions(body: form.CompletionRequest, request: Request, server: Server) -> Response:
-    return await answered(request, CompletionResponse(server, body))
+    return await answered(request, server, body, CompletionResponse)
 
 
 @router.post("/v1/chat/completions", responses=ERRORS)
 async def chat(body: form.ChatRequest, request: Request, server: Server) -> Response:
-    return await answered(request, ChatResponse(server, body))
+    return await answered(request, server, body, ChatResponse)
 
 
-async def answered(request: Request, answer: ResponseBuilder) -> Response:
+async def answered(
+    request: Request,
+    server: ModelServer,
+    body: form.GenerationRequest,
+    builder: type[ResponseBuilder],
+) -> Response:
     """Return a response, whole or streamed, unless its client disconnects first."""
+    begin = time.monotonic()
+    await while_connected(request, server.until_ready(body.model, body.timeout))
+    answer = builder(server, body, begin)
     await while_connected(request, answer.prepare())
     if answer.body.stream:
         return await streamed(request, answer.chunks())

@@ -35,6 +35,7 @@ from eejax.serving import worker
 from eejax.serving.messages import (
     AbortRequest,
     Build,
+    EngineCompiled,
     EngineFailed,
     EngineLoad,
     EngineReady,
@@ -111,7 +112,8 @@ class Service:
     `build` builds the engine in its own process, and must be picklable. All methods belong to the
     event loop in which `start` was called. `watch(name, value)` receives events for metrics: "load"
     with an `EngineLoad`; "report" with a `FleetReport`, which is also `report`; "state" with a
-    state; "restart" with a reason; "starting" with what an engine does until it is ready.
+    state; "restart" with a reason; "starting" with what an engine does until all its programs are
+    compiled, and "compiled" with the seconds that this took. It may be ready before.
     """
 
     def __init__(
@@ -127,6 +129,7 @@ class Service:
         self.ready: EngineReady | None = None  # report of the last engine that was ready
         self.report: FleetReport | None = None  # the last one
         self.failure = ""  # why the last engine ended
+        self.doing = ""  # what the engine does until all its programs are compiled
         self._pause = self.options.first_pause  # seconds before the next start
         self.restarts = 0
         self._build, self._clock = build, clock
@@ -134,7 +137,7 @@ class Service:
         self._requests: dict[str, _PendingRequest] = {}
         self._leaving: set[str] = set()  # aborted requests that the engine may still have
         self._engine: _EngineProcess | None = None
-        self._changed = asyncio.Event()
+        self._changed, self._started = asyncio.Event(), asyncio.Event()
         self._supervisor: asyncio.Task | None = None
 
     async def start(self) -> EngineReady:
@@ -144,7 +147,10 @@ class Service:
           RuntimeError: if it cannot be started, with the reason.
         """
         self._set(STARTING)
-        ready = await self._launch()
+        try:
+            ready = await self._launch()
+        finally:
+            self._started.set()
         self._supervisor = asyncio.create_task(self._supervise())
         return ready
 
@@ -171,6 +177,11 @@ class Service:
     def retry_after(self) -> float:
         """Seconds after which clients should retry, from how long the last engine took to start."""
         return self._pause + (0.0 if self.ready is None else self.ready.seconds)
+
+    async def until_started(self) -> None:
+        """Wait while the first engine starts."""
+        if self.state == STARTING:
+            await self._started.wait()
 
     def require_ready(self) -> EngineReady:
         """Return `ready`. Raises `EngineUnavailable` if no engine was ready yet."""
@@ -348,7 +359,7 @@ class Service:
 
     async def _launch(self) -> EngineReady:
         engine = _EngineProcess(self._build, self.options.steps)
-        self._engine, self.report = engine, None
+        self._engine, self.report, self.doing = engine, None, ""
         loop = asyncio.get_running_loop()
         first, ended = loop.create_future(), loop.create_future()
 
@@ -356,7 +367,11 @@ class Service:
             """Handle a message in the event loop; None means that the engine has ended."""
             engine.heard = self._clock()
             if isinstance(message, EngineStarting):
+                self.doing = message.what
                 self._notify("starting", message.what)
+            elif isinstance(message, EngineCompiled):
+                self.doing = ""
+                self._notify("compiled", message.seconds)
             elif isinstance(message, EngineReady) and not first.done():
                 first.set_result(message)
             elif message is None or isinstance(message, EngineFailed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -10,23 +11,24 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
 from eejax.common import progress
 from eejax.common.errors import CheckpointError, ConfigError, DataError, require
-from eejax.common.lengths import padded_lengths
 from eejax.common.progress import LOG
 from eejax.helios.choices import ModelDepth
 from eejax.helios.report import CHOOSES, FleetReport
 from eejax.inference.request import EngineRequest
 from eejax.inference.scheduler import Scheduler, compile_joins
-from eejax.inference.scoring import score
+from eejax.inference.scoring import score, score_lengths
 from eejax.inference.slot_engine import STEPS_PER_CALL
 from eejax.serving.messages import (
     AbortRequest,
     Build,
     BuiltEngine,
+    EngineCompiled,
     EngineFailed,
     EngineLoad,
     EngineReady,
@@ -49,32 +51,46 @@ def main(pipe: Connection, build: Build, steps: int = STEPS_PER_CALL) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     # Warnings are for operators, who do not need the line of code that they come from.
     warnings.formatwarning = lambda message, *about, **more: " ".join(str(message).split()) + "\n"
-    tell = _LogForwarder(pipe)
+    begin, sender = time.perf_counter(), _Sender(pipe)
     log = logging.getLogger(LOG)
-    log.addHandler(tell)
+    log.addHandler(forwarder := _LogForwarder(sender))
     log.setLevel(logging.INFO)
     log.propagate = False  # a library may have added a handler to the root logger
     try:
-        begin = time.perf_counter()
-        say = logging.getLogger(LOG).info
-        with progress.compilations(_log_compilation), progress.reports(say):
+        with _reported():
             built = build()
             worker = EngineWorker(built, steps)
             worker.warm_up()
-        log.removeHandler(tell)
-        pipe.send(worker.ready(built, time.perf_counter() - begin))
+        sender.send(worker.ready(built, time.perf_counter() - begin))
+        rest = _CompileRest(worker)
+        rest.start()
+        compiled = False
         while True:
             # A running engine only checks for messages; an idle one waits for them.
             while pipe.poll(IDLE if worker.idle else 0):
                 worker.handle(pipe.recv())
+            if not compiled and not rest.is_alive():
+                rest.raise_error()
+                worker.serve_with_all_slots()
+                log.removeHandler(forwarder)
+                sender.send(EngineCompiled(time.perf_counter() - begin))
+                compiled = True
             for outgoing in worker.step():
-                pipe.send(outgoing)
+                sender.send(outgoing)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return
     except (ConfigError, DataError, CheckpointError, OSError) as error:  # their messages suffice
-        pipe.send(EngineFailed(str(error)))
+        sender.send(EngineFailed(str(error)))
     except BaseException:
-        pipe.send(EngineFailed(traceback.format_exc()))
+        sender.send(EngineFailed(traceback.format_exc()))
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Log what JAX compiles in the block."""
+    say = logging.getLogger(LOG).info
+    with progress.compilations(_log_compilation), progress.reports(say):
+        yield
 
 
 def _log_compilation(program: str, seconds: float) -> None:
@@ -82,15 +98,46 @@ def _log_compilation(program: str, seconds: float) -> None:
         logging.getLogger(LOG).info("compiled %s in %.0f s", program, seconds)
 
 
+class _Sender:
+    """A pipe to which threads send in turn."""
+
+    def __init__(self, pipe: Connection):
+        self._pipe, self._lock = pipe, threading.Lock()
+
+    def send(self, message: Any) -> None:
+        with self._lock:
+            self._pipe.send(message)
+
+
 class _LogForwarder(logging.Handler):
     """Logging handler that sends records to the other end of the pipe."""
 
-    def __init__(self, pipe: Connection):
+    def __init__(self, sender: _Sender):
         super().__init__(logging.INFO)
-        self._pipe = pipe
+        self._sender = sender
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._pipe.send(EngineStarting(record.getMessage()))
+        with contextlib.suppress(OSError):  # the engine's own thread sees that nobody reads
+            self._sender.send(EngineStarting(record.getMessage()))
+
+
+class _CompileRest(threading.Thread):
+    """Thread that compiles what the first requests do not need, while they are answered."""
+
+    def __init__(self, worker: EngineWorker):
+        super().__init__(daemon=True)
+        self._worker, self._error = worker, None
+
+    def run(self) -> None:
+        try:
+            with _reported():
+                self._worker.compile_rest()
+        except BaseException as error:
+            self._error = error
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def end_with_parent() -> None:
@@ -102,12 +149,19 @@ def end_with_parent() -> None:
 
 
 class EngineWorker:
-    """A scheduler, or a fleet, behind a pipe."""
+    """A scheduler, or a fleet, behind a pipe.
+
+    Attributes:
+      engine: the engine of one model, with all slots.
+      scheduler: its scheduler, which may begin with `BuiltEngine.first`.
+      fleet: the scheduler, if it is one of several models.
+    """
 
     def __init__(self, built: BuiltEngine, steps: int = STEPS_PER_CALL):
-        self.engine, self.config = built.engine, built.config
+        self.engine, self.config, self._steps = built.engine, built.config, steps
         self.fleet = None if built.fleet is None else built.fleet(steps)
-        self.scheduler = self.fleet or Scheduler(built.engine, steps=steps)
+        first = built.engine if built.first is None else built.first
+        self.scheduler = self.fleet or Scheduler(first, steps=steps)
         self._scores: list[ScoreRequest] = []
         self._refused: list[RequestRefused] = []
         self._decisions = self._points = 0  # of the fleet, already reported
@@ -143,16 +197,34 @@ class EngineWorker:
         return self.scheduler.idle and not self._scores and not self._refused
 
     def warm_up(self) -> None:
-        """Compile the programs for joining prompts and scored texts, in powers of two.
+        """Compile the programs that the first requests need. Those of a fleet are compiled."""
+        if self.fleet is None:
+            compile_joins(self.scheduler, self.scheduler.engine.slots)
 
-        A fleet is compiled already.
+    def compile_rest(self) -> None:
+        """Compile the programs of all slots, and those that score texts.
+
+        Another thread may run steps meanwhile.
         """
         if self.fleet is not None:
             return
-        compile_joins(self.scheduler, self.slots)
+        if self.scheduler.engine is not self.engine:
+            compile_joins(Scheduler(self.engine, steps=self._steps), self.slots)
         if hasattr(self.engine, "weights"):  # else it scores nothing
-            for n in padded_lengths(self.engine.context):
-                self._scored(ScoreRequest("warm-up", (0,) * n, False))
+            shorter = 1  # the shortest text of each length takes the least time
+            for length in score_lengths(self.config.context_length):
+                if shorter < self.engine.context:
+                    self._scored(ScoreRequest("warm-up", (0,) * (shorter + 1), False))
+                shorter = length
+
+    def serve_with_all_slots(self) -> None:
+        """Continue with `engine`, all of whose programs are compiled, if another served first.
+
+        Running requests keep their tokens, and run through the model once more to go on.
+        """
+        if self.fleet is None and self.scheduler.engine is not self.engine:
+            self.scheduler.retain_slots(0)
+            self.scheduler.replace_engine(self.engine, rows=[-1] * self.engine.slots)
 
     def handle(self, message: Any) -> None:
         """Apply a message; the following steps act on it."""

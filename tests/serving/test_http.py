@@ -343,6 +343,61 @@ async def test_full_dead_and_back():
 
 
 @run
+async def test_requests_wait_for_an_engine_that_starts(tmp_path):
+    late = tmp_path / "late"
+    service = Service(Scripted(template=TEMPLATE, until=str(late)), ServiceOptions())
+    async with client_of(service) as client:
+        asked = dict(model="m", prompt="abc", max_tokens=3)
+        assert (await client.get("/health")).json() == {"m": {"state": "stopped"}}
+        assert (await client.post("/v1/completions", json=asked)).status_code == 503
+        starting = asyncio.create_task(service.start())
+        while not service.doing:
+            await asyncio.sleep(0.01)
+        found = await client.get("/health")
+        assert found.status_code == 503
+        assert found.json() == {"m": {"state": "starting", "doing": "4 slots"}}
+        assert (await client.get("/dashboard")).json()["models"]["m"]["doing"] == "4 slots"
+        waiting = [
+            asyncio.create_task(client.post(path, json=body))
+            for path, body in (
+                ("/v1/completions", asked),
+                ("/tokenize", dict(model="m", prompt="abc")),
+                ("/v1/completions", asked | dict(timeout=0.05)),
+            )
+        ]
+        late_answer = await waiting.pop()
+        assert late_answer.status_code == 408
+        assert "the engine was not ready in time" in late_answer.text
+        assert not any(task.done() for task in waiting)
+        late.touch()
+        answer, tokens = await asyncio.gather(*waiting)
+        assert answer.json()["choices"][0]["text"] == text(b"abc", 3)
+        assert tokens.json()["tokens"] == [*b"abc"]
+        await starting
+        while service.doing:
+            await asyncio.sleep(0.01)
+        assert (await client.get("/health")).json() == {"m": {"state": "ready"}}
+    await service.stop()
+
+
+@run
+async def test_requests_that_wait_for_a_start_that_fails_get_503(tmp_path):
+    late, broken = tmp_path / "late", tmp_path / "broken"
+    service = Service(Scripted(until=str(late), broken=str(broken)), ServiceOptions())
+    async with client_of(service) as client:
+        starting = asyncio.create_task(service.start())
+        while not service.doing:
+            await asyncio.sleep(0.01)
+        asked = dict(model="m", prompt="abc", max_tokens=3)
+        waiting = asyncio.create_task(client.post("/v1/completions", json=asked))
+        await asyncio.sleep(0.05)
+        service._engine.process.kill()
+        with pytest.raises(RuntimeError, match="did not start"):
+            await starting
+        assert (await waiting).status_code == 503
+
+
+@run
 async def test_a_server_that_ends_answers_what_is_under_way(service):
     async with client_of(service) as client:
         asked = dict(model="m", prompt=[STALL, 1], max_tokens=9, n=6)
@@ -394,7 +449,7 @@ async def test_characters_of_several_tokens(service):
         assert "".join(p["choices"][0]["text"] for p in parts) == whole["text"]
         # Bytes of an answer that are no character alone: with biases the script knows nothing of,
         # so that only how they are written is looked at.
-        answer = CompletionResponse(client.server, CompletionRequest(**asked, logprobs=0))
+        answer = CompletionResponse(client.server, CompletionRequest(**asked, logprobs=0), 0.0)
         ids = [*"é→x".encode()]
         told = answer._logprobs(0, [(token, 0.0, ()) for token in ids], "é→x")
         assert told["tokens"] == [

@@ -191,6 +191,29 @@ async def test_an_engine_that_dies_is_reported_and_started_again():
 
 
 @run
+async def test_the_first_requests_are_answered_while_more_slots_compile(tmp_path):
+    """They go on in the engine with all slots, and lose nothing."""
+    late, told = tmp_path / "late", []
+    service = Service(
+        Scripted(first=1, until=str(late)),
+        ServiceOptions(steps=1),
+        watch=lambda *event: told.append(event),
+    )
+    assert (await service.start()).slots == 4
+    assert (await gathered(service, [7], 5))[0] == want([7], 5)
+    asked = [[STALL, i] for i in range(6)]
+    tasks = [asyncio.create_task(gathered(service, prompt, 40)) for prompt in asked]
+    await until(lambda: service.load.running == 1 and service.load.waiting == 5)
+    assert "compiled" not in {name for name, _ in told}
+    late.touch()
+    await until(lambda: service.load.running == 4)
+    assert "compiled" in {name for name, _ in told} and not service.doing
+    for prompt, answer in zip(asked, await asyncio.gather(*tasks), strict=True):
+        assert answer == (want(prompt, 40), "length")
+    await service.stop()
+
+
+@run
 async def test_when_to_ask_again_counts_what_a_start_takes():
     service = Service(Scripted(), ServiceOptions(first_pause=0.5))
     assert service.retry_after == 0.5

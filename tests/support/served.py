@@ -42,10 +42,32 @@ def script(prompt, i):
 
 
 @dataclasses.dataclass(frozen=True)
+class LateEngine(ScriptedEngine):
+    """A scripted engine that does not start before there is a file `until`."""
+
+    until: str
+
+    def start(self):
+        wait_for(self.until)
+        return super().start()
+
+
+def wait_for(path: str) -> None:
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+
+@dataclasses.dataclass(frozen=True)
 class Scripted:
-    """Builds a `ScriptedEngine`; once there is a file `broken`, it cannot."""
+    """Builds a `ScriptedEngine`; once there is a file `broken`, it cannot.
+
+    It waits for a file `until`: with slots of a `first` engine the engine of all slots does, else
+    the build.
+    """
 
     slots: int = 4
+    first: int = 0
+    until: str = ""
     broken: str = ""
     template: str | None = None
     tokenizer: Tokenizer = ByteTokenizer()
@@ -54,6 +76,10 @@ class Scripted:
         if self.broken and os.path.exists(self.broken):
             raise ValueError("the weights are gone")
         logging.getLogger(LOG).info("%d slots", self.slots)
-        engine = ScriptedEngine(script, CONFIG, self.slots, CONFIG.context_length)
+        if self.until and not self.first:
+            wait_for(self.until)
+        own = (script, CONFIG, self.slots, CONFIG.context_length)
+        engine = LateEngine(*own, self.until) if self.first else ScriptedEngine(*own)
+        first = dataclasses.replace(ScriptedEngine(*own), slots=self.first) if self.first else None
         template = None if self.template is None else (self.template, {"bos_token": ""})
-        return BuiltEngine(engine, CONFIG, self.tokenizer, template)
+        return BuiltEngine(engine, CONFIG, self.tokenizer, template, first=first)
