@@ -26,8 +26,8 @@ FAST=(
   tests/inference/test_engine.py tests/inference/test_engines.py tests/inference/test_batched.py
   tests/inference/test_scheduler.py tests/inference/test_sampling.py
   tests/inference/test_speculative.py tests/inference/test_pipelined.py
-  tests/inference/test_propagate.py tests/inference/test_sharded.py
-  tests/inference/test_exit_vocabulary.py tests/inference/test_lookup.py
+  tests/inference/test_prefill.py tests/inference/test_propagate.py tests/inference/test_sharded.py
+  tests/inference/test_cheap_heads.py tests/inference/test_lookup.py
   tests/pipeline/test_runner.py tests/pipeline/test_filled_runner.py
   tests/train/test_step.py tests/train/test_loop.py tests/train/test_optimizer.py
   tests/train/test_mesh_steps.py tests/train/test_multihost.py

@@ -238,3 +238,14 @@ def test_make_runs_what_its_comments_name():
         assert shown.returncode == 0, shown.stderr
         if target in ("quickstart", "train-demo"):
             assert shown.stdout.rstrip().endswith(f"/eejax {target}")
+
+
+@pytest.mark.parametrize("script", ["Makefile", "tests/stacks.sh"])
+def test_tests_that_scripts_name_are_there(script):
+    """`$(addprefix tests/train/test_, a.py b.py)` names two."""
+    text = (ROOT / script).read_text().replace("\\\n", " ")
+    named = set(re.findall(r"(?<![\w/])tests/[\w/]+(?:\.py|\.sh)?(?![\w/,])", text))
+    for prefix, rest in re.findall(r"addprefix (tests/[\w/]+),([^()]*)\)", text):
+        named |= {prefix + name for name in rest.split() if name.endswith(".py")}
+    assert len(named) > 20
+    assert not [name for name in named if not (ROOT / name).exists()]
