@@ -101,6 +101,7 @@ def server_in_thread(
         service = Service(build, options, watch=metrics.watch("m"))
         try:
             await service.start()
+            await service.until_compiled()
             api = app({"m": service}, http, metrics)
             config = uvicorn.Config(api, port=0, log_level="error", lifespan="off")
             server = uvicorn.Server(config)

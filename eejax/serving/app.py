@@ -14,7 +14,6 @@ from eejax.common.errors import ConfigError, DataError
 from eejax.serving import routes
 from eejax.serving.http import (
     APIError,
-    ClientDisconnected,
     HttpOptions,
     ModelServer,
     RequestGuard,
@@ -23,6 +22,7 @@ from eejax.serving.http import (
     validation_error,
 )
 from eejax.serving.metrics import ServerMetrics
+from eejax.serving.responses import ClientDisconnected
 from eejax.serving.service import EngineUnavailable, Service
 
 

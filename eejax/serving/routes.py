@@ -24,8 +24,9 @@ from eejax.serving.completions import (
     check_tokens,
     encode,
 )
-from eejax.serving.http import ERRORS, ModelServer, streamed, while_connected
+from eejax.serving.http import ERRORS, ModelServer
 from eejax.serving.messages import EngineReady
+from eejax.serving.responses import streamed, while_connected
 from eejax.serving.service import DRAINING
 
 router = APIRouter()

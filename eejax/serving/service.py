@@ -7,19 +7,13 @@ outputs; whatever happens to the engine, the last one says how the request ended
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
 import logging
-import multiprocessing
-import queue
-import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
-from multiprocessing import resource_tracker
 from typing import Any
 
-from eejax.common.children import block_signals
 from eejax.common.errors import ConfigError
 from eejax.common.fields import (
     NonNegativeFloat,
@@ -31,7 +25,7 @@ from eejax.common.fields import (
 from eejax.helios.report import FleetReport
 from eejax.inference.request import EngineRequest, FinishReason, RequestOutput, require_new_id
 from eejax.inference.scoring import TextScores
-from eejax.serving import worker
+from eejax.serving.engine_process import EngineProcess
 from eejax.serving.messages import (
     AbortRequest,
     Build,
@@ -136,8 +130,9 @@ class Service:
         self._watch = watch or (lambda name, value: None)
         self._requests: dict[str, _PendingRequest] = {}
         self._leaving: set[str] = set()  # aborted requests that the engine may still have
-        self._engine: _EngineProcess | None = None
+        self._engine: EngineProcess | None = None
         self._changed, self._started = asyncio.Event(), asyncio.Event()
+        self._compiled = asyncio.Event()  # all programs of the present engine are
         self._supervisor: asyncio.Task | None = None
 
     async def start(self) -> EngineReady:
@@ -182,6 +177,10 @@ class Service:
         """Wait while the first engine starts."""
         if self.state == STARTING:
             await self._started.wait()
+
+    async def until_compiled(self) -> None:
+        """Wait until all programs of an engine are compiled, so that measurements hold."""
+        await self._compiled.wait()
 
     def require_ready(self) -> EngineReady:
         """Return `ready`. Raises `EngineUnavailable` if no engine was ready yet."""
@@ -320,7 +319,7 @@ class Service:
                 reply = reply._replace(finish=FinishReason.DEADLINE)
         request.replies.put_nowait(reply)
 
-    def _on_message(self, engine: _EngineProcess, message: Any) -> None:
+    def _on_message(self, engine: EngineProcess, message: Any) -> None:
         if engine is not self._engine:
             return
         match message:
@@ -358,8 +357,9 @@ class Service:
         self._notify("state", state)
 
     async def _launch(self) -> EngineReady:
-        engine = _EngineProcess(self._build, self.options.steps)
+        engine = EngineProcess(self._build, self.options.steps)
         self._engine, self.report, self.doing = engine, None, ""
+        self._compiled.clear()
         loop = asyncio.get_running_loop()
         first, ended = loop.create_future(), loop.create_future()
 
@@ -371,6 +371,7 @@ class Service:
                 self._notify("starting", message.what)
             elif isinstance(message, EngineCompiled):
                 self.doing = ""
+                self._compiled.set()
                 self._notify("compiled", message.seconds)
             elif isinstance(message, EngineReady) and not first.done():
                 first.set_result(message)
@@ -429,7 +430,7 @@ class Service:
                 except OSError as error:  # no process or pipe can be created now
                     self.failure = str(error)
 
-    async def _end_of(self, engine: _EngineProcess) -> None:
+    async def _end_of(self, engine: EngineProcess) -> None:
         """Wait until an engine ends, and end it if it hangs."""
         while not self._ended.done():
             left = engine.heard + self.options.silence - self._clock()
@@ -439,66 +440,3 @@ class Service:
                 await self._ended
                 return
             await asyncio.wait({self._ended}, timeout=left)
-
-
-class _EngineProcess:
-    """An engine's process, and the threads that write to it and read from it.
-
-    Attributes:
-      heard: time of its last sign of life.
-    """
-
-    def __init__(self, build: Build, steps: int):
-        context = multiprocessing.get_context("spawn")  # JAX does not survive a fork
-        self._pipe, theirs = context.Pipe()
-        self.failure, self.heard = "", 0.0
-        self.process = context.Process(
-            target=worker.main, args=(theirs, build, steps), name="eejax-engine", daemon=True
-        )
-        resource_tracker.ensure_running()  # its start would let signals through again
-        with block_signals():
-            self.process.start()
-        # A daemon, since it ignores signals: a parent that did not stop it would wait forever.
-        atexit.register(self.process.kill)
-        theirs.close()
-        self._outbox: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._write, daemon=True).start()
-
-    def send(self, message: Any) -> None:
-        self._outbox.put(message)
-
-    def listen(self, on_message: Callable[[Any], object]) -> None:
-        """Call `on_message` in a thread with each message, and with None at the end."""
-
-        def read() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop may be closed
-                with contextlib.suppress(EOFError, OSError):
-                    while True:
-                        on_message(self._pipe.recv())
-                on_message(None)
-
-        threading.Thread(target=read, daemon=True).start()
-
-    def _write(self) -> None:
-        with contextlib.suppress(OSError):
-            while (message := self._outbox.get()) is not None:
-                self._pipe.send(message)
-
-    def end(self) -> str:
-        """Wait for a process that is ending, and return why it ends."""
-        self._outbox.put(None)
-        self.process.join(5)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join()
-        self._pipe.close()
-        atexit.unregister(self.process.kill)
-        return self.failure or f"its process ended with status {self.process.exitcode}"
-
-    def close(self) -> None:
-        """End the process."""
-        self._outbox.put(None)
-        self.process.kill()
-        self.process.join()
-        self._pipe.close()
-        atexit.unregister(self.process.kill)

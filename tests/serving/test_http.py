@@ -374,8 +374,7 @@ async def test_requests_wait_for_an_engine_that_starts(tmp_path):
         assert answer.json()["choices"][0]["text"] == text(b"abc", 3)
         assert tokens.json()["tokens"] == [*b"abc"]
         await starting
-        while service.doing:
-            await asyncio.sleep(0.01)
+        await service.until_compiled()
         assert (await client.get("/health")).json() == {"m": {"state": "ready"}}
     await service.stop()
 
