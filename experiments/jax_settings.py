@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pathlib
 import sys
+import time
 from collections.abc import MutableMapping
 
 from eejax.common.errors import ConfigError
@@ -20,6 +22,7 @@ LIMITS = {
     "JAX_COMPILATION_CACHE_MAX_SIZE": (str(4 * 2**30), int),  # bytes; then the oldest are deleted
 }
 """Settings of the folder that eejax chooses, each with its type."""
+WRITING = 60.0  # seconds in which another process may write a program
 
 
 def apply(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -53,9 +56,23 @@ def _folder(home: str) -> str | None:
     try:
         folder = expanded(home) / "eejax" / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
+        _mend(folder)
     except (ConfigError, OSError):
         return None
     return str(folder) if os.access(folder, os.W_OK) else None
+
+
+def _mend(folder: pathlib.Path) -> None:
+    """Delete programs that a full disk or an end of a process left half written.
+
+    JAX would neither replace them nor, where the file with a program's time is missing, write
+    another program.
+    """
+    for path in folder.glob("*-cache"):
+        about = path.stat()
+        timed = path.with_name(path.name.removesuffix("-cache") + "-atime").exists()
+        if time.time() - about.st_mtime > WRITING and not (timed and about.st_size):
+            path.unlink(missing_ok=True)
 
 
 def _found(package: str) -> bool:

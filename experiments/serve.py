@@ -323,16 +323,20 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
         # Requests under way are answered before the server closes their connections.
         server.capture_signals = contextlib.nullcontext
         running = asyncio.create_task(server.serve([listening]))
+        for service in services.values():
+            service.announce()
         try:
             while not server.started and not running.done():
                 await asyncio.sleep(0.01)
             tell(f"starting: {address}/health tells what it does; requests wait until it is ready")
-            if not await unless_ended(load()):
-                if ended.result() == signal.SIGINT:
-                    raise KeyboardInterrupt
-                sys.exit(128 + ended.result())
-            tell(f"listening at {address}")
-            await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+            loaded = await unless_ended(load())
+            if loaded:
+                tell(f"listening at {address}")
+                await asyncio.wait({running, ended}, return_when=asyncio.FIRST_COMPLETED)
+            number = ended.result() if ended.done() else None
+            # Models that are ready answer what is under way; the others start no more.
+            stopped = (s.stop(0) for s in services.values() if s.ready is None)
+            await asyncio.gather(*stopped)
             left = api.state.server.under_way
             if left:
                 tell(
@@ -344,6 +348,10 @@ async def serve(models: dict[str, str], builds: dict, defaults: dict, keys: tupl
             await unless_ended(api.state.server.drain(options.grace))
             if left := api.state.server.under_way:
                 tell(f"{left} requests were not answered in time")
+            if not loaded:
+                if number == signal.SIGINT:
+                    raise KeyboardInterrupt
+                sys.exit(128 + number)
         finally:
             ended.cancel()
             api.state.server.draining = True

@@ -216,6 +216,14 @@ class Scheduler(StepLoop, Generic[E]):
             self._enqueue(job)
         return True
 
+    def preempt_all(self) -> list[RequestOutput]:
+        """Preempt all running requests, and return what calls in flight emitted.
+
+        All of them are in the queue afterwards, before requests that arrived later.
+        """
+        self.retain_slots(0)
+        return self._collect(0) + self._take_ended()
+
     def retain_slots(self, slots: int) -> list[int]:
         """Choose which `slots` slots to keep, in ascending order.
 

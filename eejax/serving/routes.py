@@ -184,8 +184,8 @@ async def model(name: str, server: Server) -> dict:
 
 
 @router.post("/tokenize", responses=ERRORS)
-async def tokenize(body: form.TokenizeRequest, server: Server) -> dict:
-    ready = await server.until_ready(body.model)
+async def tokenize(body: form.TokenizeRequest, request: Request, server: Server) -> dict:
+    ready = await while_connected(request, server.until_ready(body.model))
     # Of any length: clients cut documents by their tokens.
     ids = await asyncio.to_thread(
         encode,
@@ -199,13 +199,13 @@ async def tokenize(body: form.TokenizeRequest, server: Server) -> dict:
 
 
 @router.get("/tokenizer_info", responses=ERRORS)
-async def tokenizer_info(server: Server, model: str | None = None) -> dict:
+async def tokenizer_info(request: Request, server: Server, model: str | None = None) -> dict:
     """Return the ids of the tokens that begin and end a text.
 
     Their names are not given: `/tokenize` reads names as plain text, so clients would get other
     ids.
     """
-    ready = await server.until_ready(model)
+    ready = await while_connected(request, server.until_ready(model))
     return dict(
         bos_token=None,
         bos_token_id=ready.tokenizer.bos_id,
@@ -216,8 +216,8 @@ async def tokenizer_info(server: Server, model: str | None = None) -> dict:
 
 
 @router.post("/detokenize", responses=ERRORS)
-async def detokenize(body: form.DetokenizeRequest, server: Server) -> dict:
-    ready = await server.until_ready(body.model)
+async def detokenize(body: form.DetokenizeRequest, request: Request, server: Server) -> dict:
+    ready = await while_connected(request, server.until_ready(body.model))
     check_tokens(ready, body.tokens, "tokens")
     return {"prompt": await asyncio.to_thread(ready.tokenizer.decode, body.tokens)}
 

@@ -135,6 +135,10 @@ class Service:
         self._compiled = asyncio.Event()  # all programs of the present engine are
         self._supervisor: asyncio.Task | None = None
 
+    def announce(self) -> None:
+        """Let requests wait for a `start` that comes later."""
+        self._set(STARTING)
+
     async def start(self) -> EngineReady:
         """Start the engine and wait until it is ready.
 
@@ -167,6 +171,7 @@ class Service:
             self._engine = None
         self._fail_all()
         self._set(STOPPED)
+        self._started.set()
 
     @property
     def retry_after(self) -> float:
@@ -410,6 +415,7 @@ class Service:
             await self._end_of(engine)
             self._engine = None
             if self.state != DRAINING:
+                self.doing = ""
                 self._set(DEAD)
             self.failure = await asyncio.to_thread(engine.end)
             self._fail_all()

@@ -15,12 +15,14 @@ from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+import jax
+
 from eejax.common import progress
 from eejax.common.errors import CheckpointError, ConfigError, DataError, require
 from eejax.common.progress import LOG
 from eejax.helios.choices import ModelDepth
 from eejax.helios.report import CHOOSES, FleetReport
-from eejax.inference.request import EngineRequest
+from eejax.inference.request import EngineRequest, RequestOutput
 from eejax.inference.scheduler import Scheduler, compile_joins
 from eejax.inference.scoring import score, score_lengths
 from eejax.inference.slot_engine import STEPS_PER_CALL
@@ -166,6 +168,11 @@ class EngineWorker:
         self._refused: list[RequestRefused] = []
         self._decisions = self._points = 0  # of the fleet, already reported
         self._missing: set[ModelDepth] = set()  # choices reported as missing limits
+        self._outputs: list[RequestOutput] = []  # not yet reported
+        # Texts wait until their programs are compiled: meanwhile the slots go on.
+        self._can_score = threading.Event()
+        if not hasattr(self.engine, "weights"):  # it scores nothing
+            self._can_score.set()
 
     @property
     def slots(self) -> int:
@@ -194,28 +201,36 @@ class EngineWorker:
 
     @property
     def idle(self) -> bool:
-        return self.scheduler.idle and not self._scores and not self._refused
+        scores = self._scores and self._can_score.is_set()
+        return self.scheduler.idle and not (scores or self._refused or self._outputs)
 
     def warm_up(self) -> None:
-        """Compile the programs that the first requests need. Those of a fleet are compiled."""
-        if self.fleet is None:
-            compile_joins(self.scheduler, self.scheduler.engine.slots)
+        """Compile the programs that the first requests need. Those of a fleet are compiled.
+
+        It fails at once where there is no memory for all slots.
+        """
+        if self.fleet is not None:
+            return
+        if self.scheduler.engine is not self.engine:
+            jax.block_until_ready(self.engine.start())
+        compile_joins(self.scheduler, self.scheduler.engine.slots)
 
     def compile_rest(self) -> None:
-        """Compile the programs of all slots, and those that score texts.
+        """Compile the programs that score texts, and those of all slots.
 
         Another thread may run steps meanwhile.
         """
         if self.fleet is not None:
             return
-        if self.scheduler.engine is not self.engine:
-            compile_joins(Scheduler(self.engine, steps=self._steps), self.slots)
-        if hasattr(self.engine, "weights"):  # else it scores nothing
+        if not self._can_score.is_set():
             shorter = 1  # the shortest text of each length takes the least time
             for length in score_lengths(self.config.context_length):
                 if shorter < self.engine.context:
                     self._scored(ScoreRequest("warm-up", (0,) * (shorter + 1), False))
                 shorter = length
+            self._can_score.set()
+        if self.scheduler.engine is not self.engine:
+            compile_joins(Scheduler(self.engine, steps=self._steps), self.slots)
 
     def serve_with_all_slots(self) -> None:
         """Continue with `engine`, all of whose programs are compiled, if another served first.
@@ -223,7 +238,7 @@ class EngineWorker:
         Running requests keep their tokens, and run through the model once more to go on.
         """
         if self.fleet is None and self.scheduler.engine is not self.engine:
-            self.scheduler.retain_slots(0)
+            self._outputs += self.scheduler.preempt_all()
             self.scheduler.replace_engine(self.engine, rows=[-1] * self.engine.slots)
 
     def handle(self, message: Any) -> None:
@@ -256,11 +271,12 @@ class EngineWorker:
         """Run a step, score at most one text so that slots go on, and return messages."""
         outgoing: list[RequestRefused | ScoreReply] = [*self._refused]
         self._refused = []
-        if self._scores:
+        if self._scores and self._can_score.is_set():
             outgoing.append(self._scored(self._scores.pop(0)))
         # A fleet also loads models while there are no requests.
         steps = self.fleet is not None or not self.idle
-        outputs = self.scheduler.step() if steps else []
+        outputs, self._outputs = self._outputs, []
+        outputs += self.scheduler.step() if steps else []
         scheduler, room = self.scheduler, self.slots * self.context
         load = EngineLoad(
             len(scheduler.running),

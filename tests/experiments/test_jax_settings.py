@@ -6,6 +6,7 @@ import importlib
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -45,6 +46,25 @@ def test_a_limit_that_the_user_says_stays(tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path), **own}
     jax_settings.apply(environ)
     assert environ.items() > own.items() and "JAX_COMPILATION_CACHE_DIR" in environ
+
+
+def test_programs_that_are_half_written_are_deleted(tmp_path):
+    folder = tmp_path / "eejax" / "compiled"
+    folder.mkdir(parents=True)
+    old = time.time() - 3600
+    for name, text, timed, written in (
+        ("whole", "a", True, old),
+        ("empty", "", True, old),
+        ("without_time", "a", False, old),
+        ("written_now", "a", False, time.time()),
+    ):
+        path = folder / f"{name}-cache"
+        path.write_text(text)
+        os.utime(path, (written, written))
+        if timed:
+            (folder / f"{name}-atime").write_text("")
+    jax_settings.apply({"XDG_CACHE_HOME": str(tmp_path)})
+    assert {p.name for p in folder.glob("*-cache")} == {"whole-cache", "written_now-cache"}
 
 
 SECOND = """

@@ -350,6 +350,10 @@ async def test_requests_wait_for_an_engine_that_starts(tmp_path):
         asked = dict(model="m", prompt="abc", max_tokens=3)
         assert (await client.get("/health")).json() == {"m": {"state": "stopped"}}
         assert (await client.post("/v1/completions", json=asked)).status_code == 503
+        service.announce()
+        early = asyncio.create_task(client.post("/v1/completions", json=asked))
+        await asyncio.sleep(0.05)
+        assert (await client.get("/health")).json() == {"m": {"state": "starting"}}
         starting = asyncio.create_task(service.start())
         while not service.doing:
             await asyncio.sleep(0.01)
@@ -357,10 +361,9 @@ async def test_requests_wait_for_an_engine_that_starts(tmp_path):
         assert found.status_code == 503
         assert found.json() == {"m": {"state": "starting", "doing": "4 slots"}}
         assert (await client.get("/dashboard")).json()["models"]["m"]["doing"] == "4 slots"
-        waiting = [
+        waiting = [early] + [
             asyncio.create_task(client.post(path, json=body))
             for path, body in (
-                ("/v1/completions", asked),
                 ("/tokenize", dict(model="m", prompt="abc")),
                 ("/v1/completions", asked | dict(timeout=0.05)),
             )
@@ -377,6 +380,19 @@ async def test_requests_wait_for_an_engine_that_starts(tmp_path):
         await service.until_compiled()
         assert (await client.get("/health")).json() == {"m": {"state": "ready"}}
     await service.stop()
+
+
+@run
+async def test_requests_that_wait_for_a_start_that_never_comes_get_503():
+    service = Service(Scripted(), ServiceOptions())
+    async with client_of(service) as client:
+        service.announce()
+        asked = dict(model="m", prompt="abc", max_tokens=3)
+        waiting = asyncio.create_task(client.post("/v1/completions", json=asked))
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+        await service.stop(0)
+        assert (await waiting).status_code == 503
 
 
 @run

@@ -8,6 +8,7 @@ from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
 from eejax.inference.sampling import SamplingParams
 from eejax.serving import models
+from eejax.serving.messages import ScoreRequest
 from eejax.serving.models import ServedModel
 from eejax.serving.worker import EngineWorker
 
@@ -70,7 +71,7 @@ def test_requests_get_the_same_from_the_first_engine_and_the_next(built, at):
     running = []
 
     def grow(step, worker):
-        running.append(len(worker.scheduler.running))
+        running.append(worker.scheduler.running)
         if step == at:
             worker.compile_rest()
             worker.serve_with_all_slots()
@@ -79,4 +80,18 @@ def test_requests_get_the_same_from_the_first_engine_and_the_next(built, at):
     for request in asked(built.config):
         worker.handle(request)
     assert finish(worker, grow) == want
-    assert max(running[: at + 1]) <= 1 and max(running) == 3
+    assert max(map(len, running[: at + 1])) <= 1 and max(map(len, running)) == 3
+    # As many wait as there are slots, and who ran goes on before them.
+    assert running[at + 1] == ["request-0", "request-1", "request-2"]
+
+
+def test_texts_wait_for_the_programs_that_score_them(built):
+    worker = EngineWorker(built, STEPS)
+    worker.handle(ScoreRequest("scored", tuple(b"def main("), False))
+    worker.handle(asked(built.config)[0])
+    assert len(finish(worker)["request-0"]) == NEW  # and is idle, though a text waits
+    worker.compile_rest()
+    assert not worker.idle
+    reply, _ = worker.step()
+    assert reply.request_id == "scored" and reply.scores.logprob.shape == (8,)
+    assert worker.idle

@@ -43,13 +43,13 @@ def script(prompt, i):
 
 @dataclasses.dataclass(frozen=True)
 class LateEngine(ScriptedEngine):
-    """A scripted engine that does not start before there is a file `until`."""
+    """A scripted engine that does not run before there is a file `until`."""
 
     until: str
 
-    def start(self):
+    def generate(self, state, n: int):
         wait_for(self.until)
-        return super().start()
+        return super().generate(state, n)
 
 
 def wait_for(path: str) -> None:
