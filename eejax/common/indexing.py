@@ -10,6 +10,7 @@ from __future__ import annotations
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 take_slice = partial(lax.dynamic_slice, allow_negative_indices=False)
@@ -45,3 +46,12 @@ def ring_index(position: jax.Array, size: int) -> jax.Array:
     if size == 1:
         return lax.full_like(position, 0)
     return lax.rem(position + size, size)
+
+
+def chunk_start(i: jax.Array, width: int, length: int) -> jax.Array:
+    """Return where chunk i of `length` positions starts.
+
+    The last chunk starts earlier where the length is no multiple of the width: it repeats some
+    positions, and none lies behind the end.
+    """
+    return jnp.minimum(i * width, length - width)

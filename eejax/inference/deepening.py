@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from eejax.common.errors import require
+from eejax.common.indexing import chunk_start
 from eejax.common.trees import Tree
 from eejax.inference.decoding import default_plan
 from eejax.inference.engine import EarlyExitEngine
@@ -155,8 +156,7 @@ def _filled(weights, boundary, filled, *, have: int, config: ModelConfig, keep: 
 
     def chunk(i, carry):
         segments, blocks, above = carry
-        # The last chunk begins earlier, so that it does not end behind the buffers.
-        begin = jnp.minimum(i * width, length - width)
+        begin = chunk_start(i, width, length)
         x = lax.dynamic_slice(boundary, (0, begin, 0), (slots, width, boundary.shape[2]))
         start, new = jnp.full((slots,), begin), []
         for e, kvs, block in zip(range(have, depth), segments, blocks, strict=True):

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from eejax.common.indexing import take_slice
+from eejax.common.indexing import chunk_start, take_slice
 from eejax.common.trees import where_rows
 from eejax.gates.confidence import Memory
 from eejax.inference.options import EngineOptions
@@ -124,8 +124,7 @@ def _run_prompts(
 
     def body(carry):
         i, cache, last = carry
-        # The last chunk begins earlier, and repeats some rows, where t is no multiple of the width.
-        start = jnp.minimum(i * width, t - width)
+        start = chunk_start(i, width, t)
         cache, states = run_chunk(cache, start)
         here = (lengths > start) & (lengths <= start + width)
         return i + 1, cache, where_rows(here, states, last)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from eejax.common.errors import require
-from eejax.common.indexing import put_slice, take_slice
+from eejax.common.indexing import chunk_start, put_slice, take_slice
 from eejax.common.trees import map_chunks
 from eejax.inference import sharded
 from eejax.inference.logits_params import TopLogprobs, compute_top_logprobs
@@ -111,8 +111,7 @@ def _score_chunks(weights, tokens, count, *, config, e, top_logprobs) -> TextSco
 
     def body(i, carry):
         found, *cache = carry
-        # The last chunk begins earlier, and repeats some rows, where t is no multiple of the width.
-        start = jnp.minimum(i * width, t - width)
+        start = chunk_start(i, width, t)
         scores, *cache = score_chunk(start, *cache)
         found = jax.tree.map(
             lambda a, new: put_slice(a, new, (start,) + (0,) * (a.ndim - 1)), found, scores

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import signal
+import threading
+import time
 from functools import partial
 
+import httpx
 import pytest
 from absl import flags
 from launchers import call, functions_of
-from served import Scripted
+from served import STALL, Scripted
 
 from eejax.common.errors import ConfigError
 from eejax.serving import fleets
@@ -106,6 +110,44 @@ def test_defaults_that_a_model_does_not_have_name_their_flag(monkeypatch):
     assert told.startswith("--gate of 'a' = 'router': must be one of 'max_probability'")
     assert told.endswith("`eejax calibrate` trains routers.")
     assert made[-1] == {"a": ExitDefaults(0.8, "router", 0)}
+
+
+def test_a_signal_while_a_model_loads_lets_the_others_finish(monkeypatch, tmp_path):
+    never, answers, threads, lines = tmp_path / "never", {}, [], []
+
+    def ask(address, model):
+        body = dict(model=model, prompt=[STALL, 1], max_tokens=40)
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            answers[model] = client.post(f"{address}/v1/completions", json=body)
+
+    def end(address):
+        """Send the signal when the first model answers."""
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            while client.get(f"{address}/dashboard").json()["models"]["a"]["running"] == 0:
+                time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def hear(line):
+        lines.append(line)
+        if line.startswith("b: loading"):
+            address = re.search(r"http://[^/]+", lines[0])[0]
+            threads.extend(threading.Thread(target=ask, args=(address, m)) for m in "ab")
+            threads.append(threading.Thread(target=end, args=(address,)))
+            for thread in threads:
+                thread.start()
+
+    builds = {"a": Scripted(), "b": Scripted(until=str(never))}
+    monkeypatch.setattr(serve, "engines", lambda *_: (builds, dict.fromkeys("ab", ExitDefaults())))
+    monkeypatch.setattr(serve.launch, "say", hear)
+    with pytest.raises(SystemExit) as ended:
+        call("eejax.experiments.serve", "--model=a=/none", "--model=b=/none", "--port=0")
+    for thread in threads:
+        thread.join()
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert answers["a"].status_code == 200, answers["a"].text
+    assert answers["a"].json()["usage"]["completion_tokens"] == 40
+    assert answers["b"].status_code == 503
+    assert not [line for line in lines if line.startswith("listening")]
 
 
 def test_flags_of_a_controller(monkeypatch):

@@ -6,56 +6,21 @@ import asyncio
 import contextlib
 import json
 
-import httpx
 import numpy as np
 import pytest
 from coroutines import run_by
 from served import STALL, Scripted, said
+from server_clients import TEMPLATE, client_of, serving, text
 
 from eejax.common.errors import ConfigError
 from eejax.data.tokenizer_export import bytes_definition
 from eejax.data.tokenizers import ByteTokenizer, JsonTokenizer
 from eejax.inference.scoring import TextScores
 from eejax.serving.answers import ExitDefaults, checked_build
-from eejax.serving.app import app
 from eejax.serving.completions import CompletionResponse
 from eejax.serving.http import HttpOptions
-from eejax.serving.metrics import ServerMetrics
 from eejax.serving.protocol import CompletionRequest
-from eejax.serving.service import Service, ServiceOptions
-
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-@contextlib.asynccontextmanager
-async def client_of(service, options: HttpOptions | None = None, metrics=None):
-    """A client of a server of its own with the model m."""
-    api = app({"m": service}, options, metrics or ServerMetrics())
-    transport = httpx.ASGITransport(api, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
-        client.service, client.server = service, api.state.server
-        yield client
-
-
-@contextlib.asynccontextmanager
-async def serving(build=None, **kwargs):
-    """A client of a server whose engine and metrics are its own, too."""
-    metrics = ServerMetrics()
-    service = Service(
-        build or Scripted(template=TEMPLATE),
-        ServiceOptions(first_pause=0.05, **kwargs),
-        watch=metrics.watch("m"),
-    )
-    await service.start()
-    try:
-        async with client_of(service, metrics=metrics) as client:
-            yield client
-    finally:
-        await service.stop()
-
+from eejax.serving.service import Service
 
 RUNNER = asyncio.Runner()  # of all tests, as a service belongs to one event loop
 run = run_by(RUNNER)
@@ -74,10 +39,6 @@ def service():
     RUNNER.run(made.start())
     yield made
     RUNNER.run(made.stop())
-
-
-def text(prompt: bytes, n: int) -> str:
-    return bytes(said(tuple(prompt), i)[0] for i in range(n)).decode()
 
 
 def chunks(response) -> list[dict]:
@@ -340,76 +301,6 @@ async def test_full_dead_and_back():
         # Of prompts that were never read, and of requests that never ran, nothing is counted.
         assert 'eejax_prompt_tokens_total{model="m"} 11.0' in page
         assert 'eejax_request_seconds_count{model="m"} 5.0' in page
-
-
-@run
-async def test_requests_wait_for_an_engine_that_starts(tmp_path):
-    late = tmp_path / "late"
-    service = Service(Scripted(template=TEMPLATE, until=str(late)), ServiceOptions())
-    async with client_of(service) as client:
-        asked = dict(model="m", prompt="abc", max_tokens=3)
-        assert (await client.get("/health")).json() == {"m": {"state": "stopped"}}
-        assert (await client.post("/v1/completions", json=asked)).status_code == 503
-        service.announce()
-        early = asyncio.create_task(client.post("/v1/completions", json=asked))
-        await asyncio.sleep(0.05)
-        assert (await client.get("/health")).json() == {"m": {"state": "starting"}}
-        starting = asyncio.create_task(service.start())
-        while not service.doing:
-            await asyncio.sleep(0.01)
-        found = await client.get("/health")
-        assert found.status_code == 503
-        assert found.json() == {"m": {"state": "starting", "doing": "4 slots"}}
-        assert (await client.get("/dashboard")).json()["models"]["m"]["doing"] == "4 slots"
-        waiting = [early] + [
-            asyncio.create_task(client.post(path, json=body))
-            for path, body in (
-                ("/tokenize", dict(model="m", prompt="abc")),
-                ("/v1/completions", asked | dict(timeout=0.05)),
-            )
-        ]
-        late_answer = await waiting.pop()
-        assert late_answer.status_code == 408
-        assert "the engine was not ready in time" in late_answer.text
-        assert not any(task.done() for task in waiting)
-        late.touch()
-        answer, tokens = await asyncio.gather(*waiting)
-        assert answer.json()["choices"][0]["text"] == text(b"abc", 3)
-        assert tokens.json()["tokens"] == [*b"abc"]
-        await starting
-        await service.until_compiled()
-        assert (await client.get("/health")).json() == {"m": {"state": "ready"}}
-    await service.stop()
-
-
-@run
-async def test_requests_that_wait_for_a_start_that_never_comes_get_503():
-    service = Service(Scripted(), ServiceOptions())
-    async with client_of(service) as client:
-        service.announce()
-        asked = dict(model="m", prompt="abc", max_tokens=3)
-        waiting = asyncio.create_task(client.post("/v1/completions", json=asked))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await service.stop(0)
-        assert (await waiting).status_code == 503
-
-
-@run
-async def test_requests_that_wait_for_a_start_that_fails_get_503(tmp_path):
-    late, broken = tmp_path / "late", tmp_path / "broken"
-    service = Service(Scripted(until=str(late), broken=str(broken)), ServiceOptions())
-    async with client_of(service) as client:
-        starting = asyncio.create_task(service.start())
-        while not service.doing:
-            await asyncio.sleep(0.01)
-        asked = dict(model="m", prompt="abc", max_tokens=3)
-        waiting = asyncio.create_task(client.post("/v1/completions", json=asked))
-        await asyncio.sleep(0.05)
-        service._engine.process.kill()
-        with pytest.raises(RuntimeError, match="did not start"):
-            await starting
-        assert (await waiting).status_code == 503
 
 
 @run

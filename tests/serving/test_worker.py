@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from eejax.inference.engine import EarlyExitEngine
 from eejax.inference.policy import ExitPolicy
 from eejax.inference.request import EngineRequest
 from eejax.inference.sampling import SamplingParams
@@ -95,3 +96,15 @@ def test_texts_wait_for_the_programs_that_score_them(built):
     reply, _ = worker.step()
     assert reply.request_id == "scored" and reply.scores.logprob.shape == (8,)
     assert worker.idle
+
+
+def test_memory_for_all_slots_is_tried_before_the_engine_is_ready(built, monkeypatch):
+    def start(engine):
+        if engine.slots == built.engine.slots:
+            raise MemoryError("too many slots")
+        return real(engine)
+
+    real = EarlyExitEngine.start
+    monkeypatch.setattr(EarlyExitEngine, "start", start)
+    with pytest.raises(MemoryError, match="too many slots"):
+        EngineWorker(built, STEPS).warm_up()
