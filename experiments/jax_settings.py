@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import pathlib
@@ -17,9 +18,10 @@ GRAPHS_FLAG = "--xla_gpu_enable_command_buffer"
 """XLA's flag in `$XLA_FLAGS` for the operations that may become part of CUDA graphs."""
 
 CACHE = "JAX_COMPILATION_CACHE_DIR"
+MAX_SIZE = "JAX_COMPILATION_CACHE_MAX_SIZE"
 LIMITS = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": ("0", float),  # short compilations are many
-    "JAX_COMPILATION_CACHE_MAX_SIZE": (str(4 * 2**30), int),  # bytes; then the oldest are deleted
+    MAX_SIZE: (str(4 * 2**30), int),  # bytes; then the oldest are deleted
 }
 """Settings of the folder that eejax chooses, each with its type."""
 WRITING = 60.0  # seconds in which another process may write a program
@@ -49,6 +51,7 @@ def apply(environ: MutableMapping[str, str] = os.environ) -> None:
         environ[name] = value
         if environ is os.environ and "jax" in sys.modules:  # JAX has already read the environment
             sys.modules["jax"].config.update(name.lower(), kind(value))
+    _mend(pathlib.Path(folder), limited=environ.get(MAX_SIZE) != "-1")
 
 
 def _folder(home: str) -> str | None:
@@ -56,23 +59,24 @@ def _folder(home: str) -> str | None:
     try:
         folder = expanded(home) / "eejax" / "compiled"
         folder.mkdir(parents=True, exist_ok=True)
-        _mend(folder)
     except (ConfigError, OSError):
         return None
     return str(folder) if os.access(folder, os.W_OK) else None
 
 
-def _mend(folder: pathlib.Path) -> None:
+def _mend(folder: pathlib.Path, limited: bool) -> None:
     """Delete programs that a full disk or an end of a process left half written.
 
-    JAX would neither replace them nor, where the file with a program's time is missing, write
-    another program.
+    JAX would not replace them. In a folder of `limited` size it has a file with the time of every
+    program, and would write no other program while one of these is missing.
     """
     for path in folder.glob("*-cache"):
-        about = path.stat()
-        timed = path.with_name(path.name.removesuffix("-cache") + "-atime").exists()
-        if time.time() - about.st_mtime > WRITING and not (timed and about.st_size):
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # another process may delete it
+            about = path.stat()
+            timed = path.with_name(path.name.removesuffix("-cache") + "-atime").exists()
+            whole = about.st_size > 0 and (timed or not limited)
+            if time.time() - about.st_mtime > WRITING and not whole:
+                path.unlink()
 
 
 def _found(package: str) -> bool:
